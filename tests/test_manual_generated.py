@@ -43,7 +43,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_the_public_names_are_few():
-    """A helper that a face exports because its module has it; what enters above this number, something leaves for."""
+    """Catches a helper that a face exports only because its module has it: for a name above 250 another one leaves."""
     paths = {name.path for face in reference.FACES for name in reference.names(face)}
     assert len(paths) <= 250
 
@@ -197,6 +197,7 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "unpkg" not in (site / "index.html").read_text()
+    assert 'src="assets/search_words.js"' in (site / "index.html").read_text()  # else any word of a query is enough
     assert 'id="sk.all_reduce"' in (site / "reference" / "sk.collectives.html").read_text()
     assert 'href="reference/sk.meshes_and_layouts.html#sk.make_mesh"' in (site / "what_it_does.html").read_text()
     symptoms = (site / "symptoms.html").read_text()
@@ -212,3 +213,23 @@ def test_a_long_name_in_a_table_may_be_broken():
     hooks = importlib.import_module("docs.generate.hooks")
     cell = hooks.in_a_cell(re.match(".*", "<td><code>vocab_parallel_cross_entropy</code> <code>sk.vary</code></td>"))
     assert cell == '<td><code class="long">vocab_<wbr>parallel_<wbr>cross_<wbr>entropy</code> <code>sk.vary</code></td>'
+
+
+def test_printed_sentences_go_on_in_the_next_line_and_printed_tables_become_smaller():
+    """A table's last columns, which a page of 85 columns cut off, are often the answer; a broken row cannot be read."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed; pip install 'shardkit[docs]' installs it")
+    hooks = importlib.import_module("docs.generate.hooks")
+
+    class Page:
+        file = None
+
+    def kind(line):
+        text = f'<div class="language-text highlight"><pre><code>{line}</code></pre></div>'
+        return re.match(r'<div class="language-text highlight ?(\w*)">', hooks.on_page_content(text, Page()))[1]
+
+    assert [kind("word " * 10), kind("word " * 20), kind("1  23 " * 16), kind("1  23 " * 18)] == [
+        "",
+        "wrapped",
+        "wide",
+        "widest",
+    ]

@@ -36,10 +36,11 @@ _CALLED = re.compile(r"<code>([a-z]\w*\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)
 _SHORT = re.compile(r"<code>([^<\n]{1,30})</code>")
 _CELL = re.compile(r"<td.*?</td>", re.S)
 _NAME = re.compile(r"<code>([^<\n]{16,})</code>")
-_JOINT = re.compile(r"(?<=[_./(\[,=:])(?=\w)")  # behind which a long name in a cell may go on in the next line
+_JOINT = re.compile(r"(?<=[_./(,=:])(?=\w)")  # behind which a long name in a cell may go on in the next line
 _PRINTED = re.compile(r'(<div class="language-text highlight)(">.*?</div>)', re.S)
 _TAG = re.compile(r"<[^>]*>")
 _COLUMNS = 85  # as many as a page shows at 1280 pixels
+_SMALL_COLUMNS = 100  # the same in the letters of a wide table
 _LEFT_ALONE = re.compile(r"(<h\d.*?</h\d>|<a [^>]*>.*?</a>|<pre.*?</pre>)", re.S)
 
 
@@ -98,10 +99,15 @@ def in_a_cell(found: re.Match[str]) -> str:
 
 
 def _wrapped(found: re.Match[str]) -> str:
-    """What is printed, with long sentences in several lines; tables, whose columns are two spaces apart, scroll."""
+    """What is printed, long sentences in several lines; tables, whose columns are two spaces apart, are smaller."""
     lines = html.unescape(_TAG.sub("", found[2])).splitlines()
     long = [line.strip() for line in lines if len(line) > _COLUMNS]
-    return f"{found[1]} wrapped{found[2]}" if long and not any("  " in line for line in long) else found[0]
+    if not long:
+        return found[0]
+    kind = "wrapped"
+    if any("  " in line for line in long):
+        kind = "wide" if max(map(len, lines)) <= _SMALL_COLUMNS else "widest"
+    return f"{found[1]} {kind}{found[2]}"
 
 
 def _link(page: Any) -> Any:

@@ -203,7 +203,7 @@ def _describe_devices(devices: int, target: str) -> str:
 
 
 def _identify(finding: Finding) -> tuple[str, str]:
-    """What stays of a finding when lines move: its rule, file and function."""
+    """The parts of a finding that stay when lines move: its rule, file and function."""
     return finding.rule, re.sub(r":\d+", "", finding.source)
 
 
@@ -316,7 +316,7 @@ def audit(
         large = LARGE
         if compiled:
             large = LARGE_LEAF
-    # A step may choose its collectives by the chip. The ones that are compiled are those of the target.
+    # A step may choose its collectives by the chip: trace it as it would be traced on the target.
     chips: AbstractContextManager[None] = nullcontext()
     if target is not None:
         chips = tracing_for(parse_topology(target))
@@ -338,7 +338,7 @@ def check_rules(where: str, ignore: Collection[str]) -> None:
 
 
 def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding]:
-    """What breaks the rules: those on a compiled program, if it is one, then those on a trace."""
+    """Applies the rules: to a compiled program first the ones that read it, then the ones that read a trace."""
     ignored = set(ignore)
     kinds = ["trace"]
     if isinstance(program, CompiledProgram):

@@ -1,4 +1,4 @@
-"""What a collective is as compiled: its kinds, its groups of devices, its bytes, and the chip's time for them."""
+"""Compiled collectives: their kinds, groups of devices and bytes, and the chip's time for them."""
 
 from __future__ import annotations
 

@@ -112,6 +112,8 @@ def sweeps(
         names = tuple(impls)
     elif user_ways:
         names = ()
+    # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
+    are_both_named = impls is not None and ops is not None
     result = []
     reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
     for operation, dtype in itertools.product(chosen, dtypes):
@@ -121,7 +123,7 @@ def sweeps(
                 reason = _why_lacking(operation, name, redop, dtype, axes)
                 if not reason:
                     ways[name] = operation.ways[name]
-                elif impls is not None and ops is not None:
+                elif are_both_named:
                     raise ValueError(reason)
                 else:
                     reasons.setdefault(name, reason)
@@ -161,6 +163,7 @@ def _check_kinds(dtypes: Sequence[str], redops: Sequence[str]) -> None:
 
 
 def _check_signatures(ways: Mapping[str, Way], operation: Operation, redop: str, axes: tuple[str, ...]) -> None:
+    # The numbers of devices and elements do not matter here, only which keyword arguments there are.
     options = operation.arguments(redop, 2, 2)
     for name, way in ways.items():
         signature = inspect.signature(way.kernel)
@@ -247,7 +250,7 @@ def _list_implementations() -> list[str]:
 def _choose_counts(
     operation: Operation, mesh: Mesh, axes: tuple[str, ...], dtype: str, sizes: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The elements of the whole array for each size, without those that leave a device without an element."""
+    """The elements of the whole array for each size; sizes too small to give each device an element are left out."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     itemsize = jnp.dtype(dtype).itemsize
     is_named = sizes is not None
@@ -327,6 +330,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     mesh = sweep.mesh
     n = sweep.n
     options = operation.arguments(sweep.redop, n, count)
+    # Every device begins with other numbers. The reference sees them as blocks along the mesh's axes.
     block = operations.values(sweep.dtype, mesh.size, n, operation.block(n, count))
     by_axes = block.reshape(*mesh.devices.shape, -1)
     expected = reference.over_mesh(partial(operation.reference, **options), by_axes, dict(mesh.shape), sweep.axes)
@@ -352,6 +356,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
     records = measure(WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, refuse=False)
+    # Each process has compared the blocks of its own devices.
     wrong = of_all_processes([compared[record["case"]].wrong for record in records])
     result = []
     for record, elements in zip(records, wrong, strict=True):
@@ -404,6 +409,7 @@ def _add_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
         "busbw_GBps": busbw,
         "of_chip": of_chip,
     }
+    # The long ones stay last, for whoever reads a line of the file.
     last = {key: record.pop(key) for key in ("samples", "environment")}
     return record | figures | last
 
@@ -459,7 +465,7 @@ def _title(record: Record) -> str:
 
 
 def _describe_fits(records: Sequence[Record]) -> list[str]:
-    """A line for the fit of each implementation, by the sizes of which the results are right."""
+    """A line for the fit of each implementation, with the number of sizes whose results are right."""
     sizes: dict[str, set[int]] = {}
     fits: dict[str, Fit] = {}
     for record in records:

@@ -126,14 +126,14 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
 
 
 class _Times(NamedTuple):
-    """The times of a case and of what its ratio is to, [2, rounds]."""
+    """The times of a case and of its baseline, [2, rounds]."""
 
     measure: str
     pairs: np.ndarray
 
 
 def _collect_times(records: Sequence[Record]) -> dict[_Key, _Times]:
-    """By case its times in each round and those of what its ratio is to, over all runs in a file."""
+    """For each case its times in every round, beside the times of its baseline, over all runs in a file."""
     measures: dict[_Key, str] = {}
     pairs: dict[_Key, list[np.ndarray]] = {}
     for run in _separate_runs(records):
@@ -166,7 +166,7 @@ def _separate_runs(records: Sequence[Record]) -> list[dict[str, Record]]:
 
 
 def _read_times(name: str, record: Record, run: dict[str, Record]) -> _Times:
-    """The times of one case in one run, beside those of its baseline; of the baseline, beside the calibration loop."""
+    """The times of a case in one run beside its baseline's; for the baseline itself, beside the calibration loop's."""
     clock = "wall"
     if record["environment"].get("platform") == "cpu":
         clock = "cpu"

@@ -83,34 +83,9 @@ def case(
     axes = tuple(mesh.axis_names)
     spec = P(axes)
 
-    def call(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One call, and the operand of the next: the same one, if the compiler but knew that the flag is False."""
-        result = vary(kernel(x), axes)
-        first = jnp.where(flag, _first_element(result).astype(x.dtype), _first_element(x))
-        return lax.dynamic_update_slice(x, first, (0,)), result
-
     @cache
     def repeat(calls: int) -> Callable[..., Any]:
-        def call_on_device(carry: Any, flag: jax.Array) -> Any:
-            blocks_of_x, blocks_of_result = carry  # of one device: [1, ...]
-
-            def call_again(_: Any, x_and_result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                x, _ = x_and_result
-                return call(x, flag)
-
-            x = blocks_of_x[0]
-            if calls:
-                x, result = lax.fori_loop(0, calls, call_again, (x, blocks_of_result[0]))
-            else:
-                x, result = call(x, flag)
-            return x[None], result[None]
-
-        mapped = jax.shard_map(call_on_device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
-
-        def step(carry: Any, flag: jax.Array) -> tuple[Any, None]:
-            return mapped(carry, flag), None
-
-        return jax.jit(step, donate_argnums=(0,))
+        return _make_loop(kernel, calls, mesh, spec)
 
     def run_once(x: jax.Array) -> Any:
         return jax.tree.map(lambda leaf: vary(leaf, axes)[None], kernel(x[0]))
@@ -120,6 +95,37 @@ def case(
     carry = (x, place(np.broadcast_to(poison, expected.shape), mesh, spec))
     flag = place(np.zeros((), bool), mesh, P())
     return Case(name, repeat(1), carry, (flag,), compared, np.zeros((), int), repeat)
+
+
+def _make_loop(kernel: Callable[[jax.Array], Any], calls: int, mesh: Mesh, spec: P) -> Callable[..., Any]:
+    """The jitted step of a case: so many calls of a kernel on every device; 0 is one call without a loop."""
+
+    def call(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One call, and the operand of the next: the same one, if the compiler but knew that the flag is False."""
+        result = vary(kernel(x), mesh.axis_names)
+        first = jnp.where(flag, _first_element(result).astype(x.dtype), _first_element(x))
+        return lax.dynamic_update_slice(x, first, (0,)), result
+
+    def run_on_device(carry: Any, flag: jax.Array) -> Any:
+        blocks_of_x, blocks_of_result = carry  # of one device: [1, ...]
+
+        def call_again(_: Any, x_and_result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x, _ = x_and_result
+            return call(x, flag)
+
+        x = blocks_of_x[0]
+        if calls:
+            x, result = lax.fori_loop(0, calls, call_again, (x, blocks_of_result[0]))
+        else:
+            x, result = call(x, flag)
+        return x[None], result[None]
+
+    mapped = jax.shard_map(run_on_device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+
+    def step(carry: Any, flag: jax.Array) -> tuple[Any, None]:
+        return mapped(carry, flag), None
+
+    return jax.jit(step, donate_argnums=(0,))
 
 
 def place(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:

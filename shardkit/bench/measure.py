@@ -110,7 +110,7 @@ def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def midmean(values: np.ndarray) -> Any:
-    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 that of 3 to 6, 4.5."""
+    """The mean of the middle half, along the last dim: of 1, 2, 3, 4, 5, 6, 7, 100 it is 4.5, the mean of 3 to 6."""
     ordered = np.sort(values, axis=-1)
     n = ordered.shape[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
@@ -238,36 +238,54 @@ def measure(
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")
     runs = {}
-    expected = {}
     for case in cases:
         if mode == "inside":
             loop = _loop_inside_jit(case, calls, donate)
         else:
             loop = _loop_of_calls(case, calls, donate)
         runs[case.name] = _make_timed_run(case, loop, calls)
-        if case.expected is not None:
-            expected[case.name] = case.expected
+    agreement = _Agreement(f"{row} ({mode})", cases, tolerance, refuse)
     samples: list[dict[str, Sample]] = []
     calibrations: list[float] = []
-    largest_error = dict.fromkeys(names, 0.0)
-    most_wrong = dict.fromkeys(names, 0)
     for number, results in enumerate(interleaved(runs, rounds + 1)):
-        _, baseline_value = results[names[0]]
-        for name, (_, value) in results.items():
-            error, path, wrong = difference(value, expected.get(name, baseline_value), tolerance)
-            if wrong and refuse:
-                raise _disagreement(f"{row} ({mode})", name, names[0], name in expected, error, path, tolerance)
-            largest_error[name] = max(largest_error[name], error)
-            most_wrong[name] = max(most_wrong[name], wrong)
+        agreement.check_round({name: value for name, (_, value) in results.items()})
         if number > 0:  # the first round compiled
             samples.append({name: sample for name, (sample, _) in results.items()})
             calibrations.append(round(calibration(), 1))
     shared = {"mode": mode, "calls": calls, "donate": donate, "tolerance_relative": tolerance}
     fields_by_case: dict[str, dict[str, Any]] = {}
     for case in cases:
-        agreement = {"disagreement_relative_max": largest_error[case.name], "wrong": most_wrong[case.name]}
-        fields_by_case[case.name] = agreement | dict(case.fields)
+        fields_by_case[case.name] = agreement.fields_of(case.name) | dict(case.fields)
     return make_records(benchmark, row, samples, calibrations, shared, fields_by_case)
+
+
+class _Agreement:
+    """Compares the results of each round with the expected ones, or with the first case's if none are given."""
+
+    def __init__(self, row: str, cases: Sequence[Case], tolerance: float, refuse: bool):
+        self._row = row
+        self._cases = cases
+        self._tolerance = tolerance
+        self._refuse = refuse
+        self._largest_error = dict.fromkeys((case.name for case in cases), 0.0)
+        self._most_wrong = dict.fromkeys((case.name for case in cases), 0)
+
+    def check_round(self, values: Mapping[str, Any]) -> None:
+        """Compares the values of a round, by case; raises for one that is wrong, if that is refused."""
+        baseline = self._cases[0].name
+        for case in self._cases:
+            expected = case.expected
+            if expected is None:
+                expected = values[baseline]
+            error, path, wrong = difference(values[case.name], expected, self._tolerance)
+            if wrong and self._refuse:
+                raise _disagreement(self._row, case, baseline, error, path, self._tolerance)
+            self._largest_error[case.name] = max(self._largest_error[case.name], error)
+            self._most_wrong[case.name] = max(self._most_wrong[case.name], wrong)
+
+    def fields_of(self, name: str) -> dict[str, Any]:
+        """The fields of a case's record: its worst round."""
+        return {"disagreement_relative_max": self._largest_error[name], "wrong": self._most_wrong[name]}
 
 
 def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str, int]:
@@ -298,6 +316,7 @@ def _loop_inside_jit(case: Case, calls: int, donate: bool) -> Callable[..., tupl
         return case.repeated(calls)
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
+        # A loop's carry has one type from the start: begin with zeros in place of the value of a call.
         _, shapes = jax.eval_shape(case.step, carry, *args)
         value = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
@@ -333,6 +352,7 @@ def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[
 
 
 def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
+    # Every round starts from the same carry, which the loop may consume: from a copy in the same layout.
     shardings = jax.tree.map(lambda x: x.sharding, case.carry)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
 
@@ -348,25 +368,24 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
         finally:
             gc.enable()
         sample = Sample(wall * 1e6 / calls, cpu * 1e6 / calls)
+        # Outside the timed part: the comparison moves the results to the host.
         return sample, jax.tree.map(np.asarray, case.checked(carry, value))
 
     return run
 
 
-def _disagreement(
-    row: str, name: str, baseline: str, is_expected: bool, error: float, path: str, tolerance: float
-) -> ValueError:
+def _disagreement(row: str, case: Case, baseline: str, error: float, path: str, tolerance: float) -> ValueError:
     """The error for a case that is wrong: by what is expected of it, or by what the baseline returns."""
     subject = "cases"
     other = repr(baseline)
-    if is_expected:
+    if case.expected is not None:
         subject = "results"
         other = "what is expected"
     leaf = ""
     if path:
         leaf = f" in leaf {path}"
     return ValueError(
-        f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {name!r} "
+        f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {case.name!r} "
         f"differs from {other} by {error:.1e}{leaf}. No time is reported: make both compute the same, or pass a larger "
         "tolerance."
     )

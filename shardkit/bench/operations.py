@@ -316,7 +316,7 @@ def exact(dtype: str) -> int:
 
 
 def poison(dtype: str) -> Any:
-    """What no right result holds: NaN, or the largest whole number of a dtype without one."""
+    """A value that no right result contains: NaN, or the largest number of an integer dtype."""
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
         return kind.type(jnp.iinfo(kind).max)

@@ -159,7 +159,7 @@ def transformer_flops(
     [vocabulary] = checks.count(where, vocabulary=vocabulary)
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
-    # Of one token: forward, of which backward is twice as much.
+    # FLOPs of one token forward; backward takes twice as many.
     scores = 4 * sequence * hidden
     layer = 2 * (counts.attention + counts.feed_forward) + scores
     head = 2 * hidden * vocabulary

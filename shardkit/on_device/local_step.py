@@ -18,9 +18,9 @@ from shardkit.on_device.batch import bind_token_axes, device_keys, split_microba
 from shardkit.on_device.gradient import GradFn, LossFn, WithCarried, call_loss, loss_alone
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, open_entries, parts
-from shardkit.on_device.loss_results import named_means
+from shardkit.on_device.loss_results import named_means, terms_by_name
 from shardkit.on_device.loss_weights import in_compute
-from shardkit.on_device.means import Sum, is_mean, kind, terms_of
+from shardkit.on_device.means import Sum, is_mean, kind
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.one_device import call_on_one_device, call_untyped, note_type_errors
 from shardkit.on_device.pipelines import Staged
@@ -89,23 +89,25 @@ def local_gradients(
     return batch, means, grads
 
 
-def local_loss(
-    grad_fn: GradFn, params: Any, batch: Any, keys: jax.Array, placement: Placement, policy: Precision
-) -> tuple[Any, ...]:
-    """The Means of which the loss of this device's examples is the sum, without gradients; `params` are of `enter`.
+def local_terms(
+    grad_fn: GradFn, params: Any, batch: Any, keys: Any, placement: Placement, policy: Precision
+) -> dict[str, tuple[Any, ...]]:
+    """The Means of this device's examples by name, without gradients; `params` are of `enter`.
 
     Cost: what the loss sends.
     """
 
-    # Terms of a sum of means are not combined here: that would divide by the weights of all devices, and who compares
-    # losses of parts of the examples wants those of each part.
-    def terms_of_batch(batch: Any) -> tuple[Any, ...]:
+    def terms_of_batch(batch: Any) -> dict[str, tuple[Any, ...]]:
         with loss_alone():
-            loss, _, _ = grad_fn(params, batch, keys)
-        return terms_of(loss)
+            loss, aux, _ = grad_fn(params, batch, keys)
+        return terms_by_name({"loss": loss, **aux})
 
     def numbered_means(batch: Any) -> dict[str, Any]:
-        return {str(number): mean for number, mean in enumerate(terms_of_batch(batch))}
+        numbered = {}
+        for name, terms in terms_of_batch(batch).items():
+            for number, mean in enumerate(terms):
+                numbered[f"{name} {number}"] = mean
+        return numbered
 
     with _layout_bound(placement):
         batch = in_compute(

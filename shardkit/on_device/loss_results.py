@@ -52,6 +52,21 @@ def named_means(out: Any) -> dict[str, Any]:
     return {"loss": loss, **aux}
 
 
+def terms_by_name(means: Mapping[str, Any]) -> dict[str, tuple[Mean, ...]]:
+    """Named means without trees and sums: the terms of the loss, and each Mean of a tree by its path.
+
+    Terms of a sum of means are not combined here: that would divide by the weights of all devices, and who compares
+    losses of parts of the examples wants those of each part.
+    """
+    terms = {"loss": terms_of(means["loss"])}
+    for name, value in means.items():
+        if name == "loss":
+            continue
+        for path, mean in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_mean):
+            terms[path_name((jax.tree_util.DictKey(name), *path))] = (mean,)
+    return terms
+
+
 @jax.custom_jvp
 def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
     """The weight of a loss, beside its total; differentiating it is an error: gradients are those of the total."""

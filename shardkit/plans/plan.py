@@ -109,16 +109,25 @@ class Plan(NamedTuple):
         return Placement(self, mesh, self.layouts(params, mesh), self.batch_spec(mesh))
 
     def _check_names(self, params: Any) -> None:
-        """Refuses a strategy that names a leaf or subtree which the parameters do not have."""
+        """Refuses a strategy that names a leaf or subtree which the parameters do not have, and stages of no stack."""
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
+        leaves = quoted(paths[:8]) + (", ..." if len(paths) > 8 else "")
         for strategy in self.strategies:
             for name in strategy.names:
                 if not any(is_in_subtrees(path, (name,)) for path in paths):
-                    more = ", ..." if len(paths) > 8 else ""
                     raise ValueError(
                         f"{strategy.name}: every name must be a leaf or subtree of the parameters; got {name!r} for "
-                        f"the leaves {quoted(paths[:8])}{more}. Name one of them, or none."
+                        f"the leaves {leaves}. Name one of them, or none."
                     )
+            if strategy.stages is None:
+                continue
+            # Without its stack every device along the axis would hold all leaves, and do the same work.
+            stack = strategy.stages.stack
+            if not any(is_in_subtrees(path, (stack,)) for path in paths):
+                raise ValueError(
+                    f"{strategy.name}: the parameters must have the stack {stack!r}, of which it splits the layers; "
+                    f"got the leaves {leaves}. Pass stack=, the entry with the layers, or leave it out of the plan."
+                )
 
     def split_leaf(self, path: str, x: Any, mesh: Mesh) -> list[tuple[Strategy, Split | str]]:
         """Says which dim of this leaf each strategy splits, or why it does not split it.

@@ -21,16 +21,8 @@ from shardkit.collectives.permute import permute
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
 from shardkit.on_device.cuts import take_part
 from shardkit.plans.storage import Storage, is_padded, padded_shape, stored_array, stored_shape
-from shardkit.resharding.redistribution import (
-    Axes,
-    DimAxes,
-    MoveStep,
-    Redistribution,
-    divide_shape,
-    find_permutation,
-    find_redistribution,
-    joint_index,
-)
+from shardkit.resharding.redistribution import MoveStep, Redistribution, find_permutation, find_redistribution
+from shardkit.resharding.views import Axes, DimAxes, divide_shape, joint_index
 
 
 class Leg(NamedTuple):

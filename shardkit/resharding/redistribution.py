@@ -7,8 +7,7 @@ A layout is, for each dim, the axes that split it, major to minor. Four kinds of
 - `ppermute` puts the axes of a layout in another order, where every dim stays split into as many parts;
 - `all_gather` removes axes from the minor end of a dim.
 
-A `View` has more dims than the array. A dim that axes split in two ways, as `R[x, y]` and `R[y]`, is several dims
-there, one for each part that the layouts treat apart, so that axes can move between the parts of a dim as between dims.
+Layouts are those of a `View` of the array, which has more dims.
 
 Each gives every device the part that the next layout assigns to it, so any chain of steps is right, and the search
 takes the one that sends least. No layout on the way has larger shards than the larger of source and target.
@@ -36,10 +35,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-Cuts = Literal["last", "none", "all"]
-Axes = tuple[str, ...]
-DimAxes = tuple[Axes, ...]
-Shape = tuple[int, ...]
+from shardkit.resharding.views import (
+    Axes,
+    Cuts,
+    DimAxes,
+    Shape,
+    View,
+    common_prefix,
+    count_elements,
+    count_parts,
+    divide_shape,
+    joint_index,
+    make_view,
+    refine_axes,
+)
 
 MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes seconds
 
@@ -110,17 +119,6 @@ class Redistribution(NamedTuple):
         """The most that one step holds at once: its operand and its result."""
         pairs = itertools.pairwise(self.shard_sizes)
         return max((operand + result for operand, result in pairs), default=self.shard_sizes[0])
-
-
-class View(NamedTuple):
-    """An array as one with more dims, and the two layouts there."""
-
-    shape: Shape
-    dims: Shape  # for each dim of the view the dim of the array that it is a part of
-    source: DimAxes
-    target: DimAxes
-    sizes: Mapping[str, int]  # of each axis, or of its parts
-    parts: Mapping[str, Shape]  # the sizes of the parts of every axis that has several
 
 
 @lru_cache(maxsize=4096)
@@ -362,14 +360,6 @@ def find_permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, li
     return axes, pairs
 
 
-def joint_index(axes: Axes, device: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """The index of a device along several axes, the first one major; `device` has its coordinates."""
-    index = 0
-    for axis in axes:
-        index = index * sizes[axis] + device[axis]
-    return index
-
-
 def _used_axes(split: DimAxes) -> list[str]:
     return [axis for axes in split for axis in axes]
 
@@ -385,133 +375,3 @@ def _axes_text(axes: Axes) -> str:
 def _dims_of_axes(split: DimAxes, dims: Shape) -> dict[str, int]:
     """The dim of the array that each axis splits."""
     return {axis: dim for dim, axes in zip(dims, split, strict=True) for axis in axes}
-
-
-def common_prefix(a: Axes, b: Axes) -> Axes:
-    """The axes with which both begin."""
-    count = 0
-    for ours, theirs in zip(a, b, strict=False):
-        if ours != theirs:
-            break
-        count += 1
-    return a[:count]
-
-
-def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """Into how many parts these axes split a dim."""
-    return math.prod(sizes[axis] for axis in axes)
-
-
-def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
-    """The shape of a shard."""
-    return tuple(size // count_parts(axes, sizes) for size, axes in zip(shape, split, strict=True))
-
-
-def count_elements(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
-    """The elements of a shard."""
-    return math.prod(divide_shape(shape, split, sizes))
-
-
-class _Span(NamedTuple):
-    """A part of an axis that splits a dim."""
-
-    axis: str
-    part: int  # its number among the parts of the axis
-    start: int  # into how many the dim is split by what is major to it
-    end: int  # and with it
-
-
-def _find_spans(axes: Axes, parts: Mapping[str, Shape]) -> list[_Span]:
-    """The parts of the axes of a dim, major to minor. Of x=4 as (2, 2) and y=3: x.0 1-2, x.1 2-4, y 4-12."""
-    spans = []
-    start = 1
-    for axis in axes:
-        for part, size in enumerate(parts[axis]):
-            spans.append(_Span(axis, part, start, start * size))
-            start *= size
-    return spans
-
-
-def refine_axes(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other.
-
-    Of a dim that x=2 splits in the source, and y=4 in the target: x ends after 2, inside y. So y has the parts (2, 2).
-    Its major part splits the dim as x does, and may trade places with it by a ppermute of whole shards.
-    """
-    for pair in zip(source, target, strict=True):
-        for ours, theirs in (pair, pair[::-1]):
-            ends = {span.end for span in _find_spans(ours, parts)}
-            for span in _find_spans(theirs, parts):
-                for cut in ends:
-                    inside = span.start < cut < span.end
-                    if inside and cut % span.start == 0 and span.end % cut == 0:
-                        sizes = parts[span.axis]
-                        finer = (
-                            *sizes[: span.part],
-                            cut // span.start,
-                            span.end // cut,
-                            *sizes[span.part + 1 :],
-                        )
-                        return refine_axes(source, target, {**parts, span.axis: finer})
-    return parts
-
-
-def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cuts: Cuts) -> View:
-    """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
-
-    `cuts` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
-    "all".
-
-    Of 12 rows that x=3 splits in the source and nothing in the target, "last" makes two dims: 3, split by x or by
-    nothing, and 4, which no step touches.
-    """
-    view_shape: list[int] = []
-    dims: list[int] = []
-    view_source: list[Axes] = []
-    view_target: list[Axes] = []
-    for dim, size in enumerate(shape):
-        source_spans = _find_spans(source[dim], parts)
-        target_spans = _find_spans(target[dim], parts)
-        starts = _find_cuts(source_spans, target_spans)
-        if cuts == "none":
-            starts = [1]
-        elif cuts == "last":
-            starts = sorted({1, starts[-1]})
-        for start, end in itertools.pairwise([*starts, size]):
-            if end // start == 1:
-                continue
-            view_shape.append(end // start)
-            dims.append(dim)
-            view_source.append(_name_parts(source_spans, start, end, parts))
-            view_target.append(_name_parts(target_spans, start, end, parts))
-    sizes = {}
-    several = {}
-    for axis, part_sizes in parts.items():
-        for part, size in enumerate(part_sizes):
-            sizes[name_part(axis, part, parts)] = size
-        if len(part_sizes) > 1:
-            several[axis] = part_sizes
-    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, several)
-
-
-def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
-    """Into how many a dim is split where both layouts end a part of it, or have ended, in rising order."""
-    source_ends = [1, *(span.end for span in source_spans)]
-    target_ends = [1, *(span.end for span in target_spans)]
-    cuts = []
-    for cut in sorted({*source_ends, *target_ends}):
-        in_source = cut in source_ends or cut % source_ends[-1] == 0
-        in_target = cut in target_ends or cut % target_ends[-1] == 0
-        if in_source and in_target:
-            cuts.append(cut)
-    return cuts
-
-
-def _name_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
-    """The names of the parts of axes that split a dim between two cuts."""
-    return tuple(name_part(span.axis, span.part, parts) for span in spans if start <= span.start < end)
-
-
-def name_part(axis: str, part: int, parts: Mapping[str, Shape]) -> str:
-    """The name of a part of an axis; of an axis that is not split into parts its own."""
-    return axis if len(parts[axis]) == 1 else f"{axis}.{part}"

@@ -1,6 +1,6 @@
 """Arrays moved from one layout to another on the same mesh, by explicit collectives: a training state between plans.
 
-`redistribution.py` finds the steps; here they run, leaf by leaf.
+`redistribution.py` finds the steps, in a view of the array (`views.py`); here they run, leaf by leaf.
 """
 
 from __future__ import annotations

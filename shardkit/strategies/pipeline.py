@@ -41,9 +41,9 @@ def pp(axis: Axis, *, stack: str = "layers") -> Plan:
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: an empty `stack`. At trace time: a number of layers that the stages do not divide, an axis with more
-            or fewer devices than the schedule, a leaf of the stack without a dim, or one with layers that another
-            strategy splits.
+        ValueError: an empty `stack`. At trace time: parameters without the stack, a number of layers that the stages do
+            not divide, an axis with more or fewer devices than the schedule, a leaf of the stack without a dim, or one
+            with layers that another strategy splits.
 
     Cost: the collectives of the GradFn, and an all_reduce over `axis` of the gradients of all leaves outside the stack.
         The compiler moves rows between devices for the optimizer if stages differ in size. With several stages per

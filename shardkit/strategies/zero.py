@@ -162,7 +162,7 @@ def fsdp(
         secondary: the axes with the fast links, some of `axis`. The forward pass gathers a layer's weights over the
             other axes, and each device keeps a part over the secondary axes, in the compute dtype. The backward pass
             gathers these parts over the secondary axes alone. `gather` and `reduce` are then the algorithms of the
-            other axes.
+            other axes: of ("rack", "node", "gpu") with secondary="gpu", for example `hierarchical("node")`.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others. For hybrid sharding pass `chain(dp("replica"),
@@ -171,7 +171,7 @@ def fsdp(
     Raises:
         TypeError: as for `zero1`.
         ValueError: as for `zero1`; a `secondary` with an axis outside of `axis` or with all of them, or without
-            `layerwise`.
+            `layerwise`; an algorithm that does not run over the axes beside it.
 
     Cost: for leaves gathered once per step an all_gather and a reduce_scatter, 2 (n-1)/n of their bytes, whatever the
         accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or
@@ -260,10 +260,9 @@ def _make_plan(
             secondary=secondary,
         )
 
-    algorithm_axes = tuple(axis for axis in options.axes if axis not in secondary)
-    options.gather.check(options.name, "gather", "all_gather", algorithm_axes)
-    options.reduce.check(options.name, "reduce", "reduce_scatter", algorithm_axes)
-    return strategy(
+    _check_algorithm(options, secondary, "gather", "all_gather")
+    _check_algorithm(options, secondary, "reduce", "reduce_scatter")
+    plan = strategy(
         options.name,
         options.axis,
         rank=rank,
@@ -271,9 +270,31 @@ def _make_plan(
         place=place,
         names=options.layerwise,
         rules=options.rules,
-        gather=options.gather,
-        reduce=options.reduce,
     )
+    # Not passed to `strategy`, which would ask them about all axes: they need not run over the secondary ones.
+    (made,) = plan.strategies
+    return Plan((made._replace(gather=options.gather, reduce=options.reduce),))
+
+
+def _check_algorithm(
+    options: _Options, secondary: tuple[str, ...], argument: Literal["gather", "reduce"], kernel: str
+) -> None:
+    """Refuses an algorithm that cannot run over the axes that it is for: those beside the secondary ones.
+
+    Worked example: over the axes "rack", "node" and "gpu" with secondary="gpu", a gather crosses racks and nodes by its
+    algorithm, which may be hierarchical("node"), and the GPUs of a node by the plain one.
+    """
+    algorithm: Algorithm = getattr(options, argument)
+    axes = tuple(axis for axis in options.axes if axis not in secondary)
+    try:
+        algorithm.check(options.name, argument, kernel, axes)
+    except ValueError as error:
+        if not secondary or getattr(algorithm, kernel) is None:
+            raise
+        raise ValueError(
+            f"{options.name}: {argument}= must run over the axes beside secondary={quoted(secondary)}, which are "
+            f"{quoted(axes)}; got {algorithm}. Pass an algorithm for these axes, or leave out secondary=."
+        ) from error
 
 
 def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf) -> int | str:

@@ -27,6 +27,8 @@ from shardkit.testing._compare import distance, find_other_bits, is_float
 
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
 Note = Callable[[str], None]
+# A function of arrays that returns a list of them.
+ArrayFunction = Callable[..., list[Any]]
 
 
 def interpret(function: Callable[..., Any], mesh: Any, note: Note) -> Callable[..., Any]:
@@ -49,9 +51,9 @@ def _explain_error(error: Exception, mesh: Any) -> Exception:
     """An error that jax raises without a message, with a message; any other unchanged."""
     jax_folder = Path(jax.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
-    frames_outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
-    caller = frames_outside_jax[-1]
-    if str(error) or caller is frames[-1]:
+    outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
+    caller = outside_jax[-1]
+    if str(error) or caller is frames[-1]:  # it has a message, or jax did not raise it
         return error
     line = f"{Path(caller.filename).name}:{caller.lineno}"
     return ValueError(
@@ -61,7 +63,7 @@ def _explain_error(error: Exception, mesh: Any) -> Exception:
     )
 
 
-def _make_function(jaxpr: Any, mesh: Any, note: Note) -> Callable[..., list[Any]]:
+def _make_function(jaxpr: Any, mesh: Any, note: Note) -> ArrayFunction:
     """A jaxpr as a function of its constants and arguments, which runs on one device.
 
     A custom derivative in the kernel (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too, where its
@@ -117,7 +119,7 @@ def _needs_shard_map(jaxpr: Any) -> bool:
     return False
 
 
-def _push_forward(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
+def _push_forward(original: ArrayFunction, mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
     """The results and their tangents: the JVP of the original, traced and interpreted in the same way."""
     is_float_primal = [is_float(x) for x in primals]
 
@@ -135,7 +137,7 @@ def _push_forward(original: Callable[..., list[Any]], mesh: Any, note: Note, pri
     return outs, _replace_floats(zeros, out_tangents, is_float_out)
 
 
-def _pull_back(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, cotangents: Any) -> Any:
+def _pull_back(original: ArrayFunction, mesh: Any, note: Note, primals: Any, cotangents: Any) -> Any:
     """The gradients of the arguments: the VJP of the original, traced and interpreted in the same way."""
     is_float_primal = [is_float(x) for x in primals]
 
@@ -152,7 +154,7 @@ def _pull_back(original: Callable[..., list[Any]], mesh: Any, note: Note, primal
     return tuple(_replace_floats(no_gradients, grads, is_float_primal))
 
 
-def restrict_to_floats(original: Callable[..., list[Any]], primals: Any) -> Callable[[list[Any]], list[Any]]:
+def restrict_to_floats(original: ArrayFunction, primals: Any) -> Callable[[list[Any]], list[Any]]:
     """The floating-point results as a function of the floating-point arguments.
 
     For example, of `f(w, tokens) -> [loss, count]` with floats w and loss, a function of [w] that returns [loss], which
@@ -234,7 +236,8 @@ class _Emulator(JaxprInterpreter[Any]):
         def run_branch(branch: Any, *arguments: Any) -> list[Any]:
             return self.run(branch, arguments)
 
-        return list(lax.switch(index, [partial(run_branch, branch) for branch in branches], *arguments))
+        functions = [partial(run_branch, branch) for branch in branches]
+        return list(lax.switch(index, functions, *arguments))
 
     def scan(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
         constants, carry, rows = scan_operands(equation, operands)
@@ -385,5 +388,5 @@ def join_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
 
 
 def _axes_of_dims(spec: PartitionSpec, dims: int) -> list[tuple[str, ...]]:
-    """The axes that split each dim, also of the dims behind the spec."""
+    """The axes that split each dim, also of dims that the spec leaves out."""
     return spec_axes(spec) + [()] * (dims - len(spec))

@@ -28,7 +28,7 @@ from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
 
-# Those whose operands this check cannot make: offsets that come from data, and values that jax types as unreduced.
+# Collectives for which this check cannot make operands: offsets that come from data, values typed as unreduced.
 _LEFT_OUT = ("ragged_all_to_all", "all_gather_reduced", "unreduced_psum", "unreduced_reduce_scatter")
 _PRIMES = (7, 13, 113, 251, 2039, 16381)
 
@@ -49,7 +49,7 @@ class WireCase(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Its mesh axes in the order in which it counts devices: ppermute in that of the mesh, all others as named."""
+        """Its mesh axes, in the order in which it numbers devices: that of the mesh for a ppermute, else as named."""
         named: list[str] = []
         for parameter in self.row.axes:
             named += _axis_names(self.params.get(parameter))
@@ -123,6 +123,7 @@ def _find_mesh(site: Site) -> tuple[Mesh, bool]:
 
 
 def group_by_mesh(cases: Sequence[WireCase]) -> dict[Mesh, list[WireCase]]:
+    """The collectives of each mesh, which run in one program."""
     groups: dict[Mesh, list[WireCase]] = {}
     for case in cases:
         groups.setdefault(case.mesh, []).append(case)
@@ -228,7 +229,7 @@ def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, n
             return _join(jax.vmap(send_piece)(members), params["concat_axis"], True)
         case "broadcast":
             return send(members[params["source"]])
-    # A ppermute, of which the pairs name devices by their index along the axes: it has no groups, and rank is that.
+    # A ppermute: its pairs name devices by their index along the axes. It has no groups, so that rank is this index.
     sources = np.full(count, -1)
     for source, target in params["perm"]:
         sources[target] = source
@@ -257,6 +258,7 @@ def _find_group(case: WireCase, device: jax.Array) -> tuple[jax.Array, jax.Array
         first = first - coordinate * strides[name]
         offsets_along_axis = np.arange(sizes[name], dtype=np.int32) * strides[name]
         offsets = (offsets[:, None] + offsets_along_axis).reshape(-1)
+    # Of axis_index_groups [[0, 2], [1, 3]], index 2 is in group 0 and has the rank 1 there.
     group_of_index = np.zeros(case.groups.size, np.int32)
     rank_of_index = np.zeros(case.groups.size, np.int32)
     for group, indices in enumerate(case.groups):
@@ -305,7 +307,12 @@ class WireProgram:
         return jax.make_array_from_callback(values.shape, self.layout, lambda index: values[index])
 
     def _run_device(self, devices: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """For each collective: how many elements are wrong and the first of them; what it is and should be."""
+        """What each collective delivers to this device, compared with what it must.
+
+        Returns:
+            int32 [1, collectives, 2], how many elements are wrong and which is the first; float32 [1, collectives, 2],
+            what this element is and what it should be.
+        """
         device = devices[0]
         number = numbers[0]
         positions = []
@@ -322,7 +329,8 @@ class WireProgram:
             if jnp.iscomplexobj(pair):
                 pair = pair.real
             pair = pair.astype(jnp.float32)
-            # The next collective waits for this verdict: one after the other, with the memory of one.
+            # The next collective waits for this verdict. So all collectives run in this order on each device, and
+            # none needs memory beside another.
             number, position, pair = lax.optimization_barrier((number, position, pair))
             positions.append(position)
             values.append(pair)
@@ -345,7 +353,7 @@ class WireProgram:
     def _describe_fault(
         self, case: WireCase, device: Any, wrong: int, first: int, pair: np.ndarray, number: int
     ) -> str:
-        size = case.aval.size
+        size = case.aval.size  # of the operand; a result of another size is below
         if case.row.kind == "all_gather":
             size *= case.groups.shape[1]
         if case.row.kind == "reduce_scatter":

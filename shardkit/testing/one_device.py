@@ -141,22 +141,27 @@ def one_device(
         check_conclusive(f"one_device: step {index}", step.grads, step.loss)
     run_up = _run(training, relative, sign=1)
     run_down = _run(training, relative, sign=-1)
+
+    def remains_noise(was_noise: bool, x: Any, error: float) -> bool:
+        # The optimizer state carries noise of one step into the later ones: what was noise once remains noise.
+        return was_noise or magnitude(x) <= error
+
     is_noise: Any = jax.tree.map(lambda x: False, exact_run[0].grads)
     expected = []
     for step, step_up, step_down in zip(exact_run, run_up, run_down, strict=True):
-        # The optimizer state carries noise of one step into the later ones: what was noise once remains noise.
-        is_noise = jax.tree.map(
-            lambda was_noise, x, error: was_noise or magnitude(x) <= error,
-            is_noise,
-            step.grads,
-            estimate_noise(step.grads, relative),
-        )
+        errors = estimate_noise(step.grads, relative)
+        is_noise = jax.tree.map(remains_noise, is_noise, step.grads, errors)
         expected.append(_allow_differences(step, step_up, step_down, relative=relative, is_noise=is_noise))
     return Reference(tuple(expected), training)
 
 
 def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise: Any) -> Wanted:
-    """The results of a step, with the differences that rounding and the perturbed runs allow."""
+    """The results of a step, with the differences that rounding and the perturbed runs allow.
+
+    Worked example, a gradient leaf [4.0, -0.1] with relative=1e-5. Another order of summation may change each element
+    by 1e-5 of the largest one, 4e-5. In the perturbed runs the leaf is [4.00004, -0.09996] and [3.99996, -0.10004]:
+    twice the largest distance is 8e-5. Each element may therefore differ by 1.2e-4.
+    """
 
     def find_spread(select: Callable[[_Step], Any]) -> Any:
         """Twice the largest distance to the perturbed runs, for each element."""
@@ -167,54 +172,63 @@ def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise
 
         return jax.tree.map(double_distance, select(step), *[select(run) for run in perturbed])
 
-    def allow_largest(x: Any, gap: Any) -> float:
-        return relative * magnitude(x) + float(np.max(gap, initial=0.0))
+    def allow_gradient(error: float, spread: Any) -> float:
+        return error + _find_largest(spread)
 
-    def allow_parameter(x: Any, gap: Any, all_noise: bool) -> Any:
+    def allow_parameter(x: Any, spread: Any, all_noise: bool) -> Any:
         if all_noise:  # an optimizer may put the whole distance into one element
-            gap = np.full_like(gap, np.linalg.norm(gap))
-        return relative * magnitude(x) + gap
+            spread = np.full_like(spread, np.linalg.norm(spread))
+        return relative * magnitude(x) + spread
 
-    loss = float(find_spread(lambda step: step.loss)) + relative * abs(float(step.loss))
-    grads = jax.tree.map(
-        lambda error, gap: error + float(np.max(gap, initial=0.0)),
-        estimate_noise(step.grads, relative),
-        find_spread(lambda step: step.grads),
-    )
-    params = jax.tree.map(allow_parameter, step.params, find_spread(lambda step: step.params), is_noise)
     # A mean may be far smaller than the terms of its sum; only the loss tells how large they are.
     least = 0.1 * relative * abs(float(step.loss))
-    metrics = jax.tree.map(
-        lambda x, gap: max(relative * magnitude(x), least) + float(np.max(gap, initial=0.0)),
-        step.metrics,
-        find_spread(lambda step: step.metrics),
-    )
-    carried = jax.tree.map(allow_largest, step.carried, find_spread(lambda step: step.carried))
+
+    def allow_metric(x: Any, spread: Any) -> float:
+        return max(relative * magnitude(x), least) + _find_largest(spread)
+
+    def allow_carried(x: Any, spread: Any) -> float:
+        return relative * magnitude(x) + _find_largest(spread)
+
+    loss_allowed = float(find_spread(lambda step: step.loss)) + relative * abs(float(step.loss))
+    errors = estimate_noise(step.grads, relative)
+    grads_allowed = jax.tree.map(allow_gradient, errors, find_spread(lambda step: step.grads))
+    params_allowed = jax.tree.map(allow_parameter, step.params, find_spread(lambda step: step.params), is_noise)
+    metrics_allowed = jax.tree.map(allow_metric, step.metrics, find_spread(lambda step: step.metrics))
+    carried_allowed = jax.tree.map(allow_carried, step.carried, find_spread(lambda step: step.carried))
     return Wanted(
         loss=step.loss,
         metrics=step.metrics,
         grads=step.grads,
         params=step.params,
         carried=step.carried,
-        loss_allowed=loss,
-        metrics_allowed=metrics,
-        grads_allowed=grads,
-        params_allowed=params,
-        carried_allowed=carried,
+        loss_allowed=loss_allowed,
+        metrics_allowed=metrics_allowed,
+        grads_allowed=grads_allowed,
+        params_allowed=params_allowed,
+        carried_allowed=carried_allowed,
     )
+
+
+def _find_largest(x: Any) -> float:
+    """The largest element; 0 if there is none."""
+    return float(np.max(x, initial=0.0))
 
 
 def estimate_noise(grads: Any, relative: float) -> Any:
     """The error that another order of summation may cause in each gradient leaf, a number."""
     overall = max((magnitude(x) for _, x in list_leaves(grads)), default=0.0)
-    return jax.tree.map(lambda x: max(relative * magnitude(x), ZERO * overall), grads)
+
+    def estimate(x: Any) -> float:
+        return max(relative * magnitude(x), ZERO * overall)
+
+    return jax.tree.map(estimate, grads)
 
 
 def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     """All steps on one device, with gradients perturbed in the direction of `sign`; 0 leaves them as they are."""
     grad_fn: Any = training.grad_fn
-    compute_gradient = gradient_of(grad_fn)
-    update = update_of(training.optimizer)
+    compute_gradient = make_gradient(grad_fn)
+    update = make_update(training.optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), training.params)
     opt_state = wrap_optimizer(training.optimizer).init(params)
     carried = training.init_carried(params)
@@ -233,8 +247,12 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
 
 
 @lru_cache(maxsize=32)
-def gradient_of(grad_fn: Any) -> Callable[..., Any]:
-    """Loss, metrics and gradients of the mean, compiled once per function."""
+def make_gradient(grad_fn: Any) -> Callable[..., Any]:
+    """`(params, batch, keys, **carried) -> (loss, metrics, grads)` of a GradFn, compiled.
+
+    A GradFn returns sums: the total loss with its weight, and gradients of the total. For example, of 8 examples with
+    the loss 2 each it returns Mean(16, 8), and the gradients of 16. Here both are divided by the weight: the loss is 2.
+    """
 
     @jax.jit
     def compute_gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
@@ -253,7 +271,7 @@ def _divide(mean: Mean, dtype: Any) -> jax.Array:
 
 
 @lru_cache(maxsize=32)
-def update_of(optimizer: Any) -> Callable[..., Any]:
+def make_update(optimizer: Any) -> Callable[..., Any]:
     """`(grads, opt_state, params, loss) -> (params, opt_state)` of an optimizer, compiled."""
     import optax
 

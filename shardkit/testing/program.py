@@ -248,7 +248,7 @@ class Program:
     @cached_property
     def ran(self) -> RunResult:
         """A step for each batch."""
-        # The first step donates the first state, of which these two need the layouts.
+        # The first step donates the first state. These two need its layouts, and are computed before.
         _ = self.shapes
         _ = self.compiled
         state = self.start

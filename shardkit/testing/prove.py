@@ -148,7 +148,8 @@ def prove_rows(
         import optax
 
         optimizer = optax.adam(1e-2)
-    # Rows with one optimizer and one relative error share the run on one device.
+    # The run on one device depends on the optimizer and on the relative error, and on nothing else of a row: rows that
+    # have both alike share it.
     references: dict[Any, Reference] = {}
     names = name_rows(rows)
     for name, row in zip(names, rows, strict=True):
@@ -158,9 +159,9 @@ def prove_rows(
         if isinstance(reference, Reference):
             row_reference = reference
         else:
-            shared = (id(row_optimizer), relative)
-            if shared not in references:
-                references[shared] = one_device(
+            settings = (id(row_optimizer), relative)
+            if settings not in references:
+                references[settings] = one_device(
                     reference,
                     row_optimizer,
                     params,
@@ -170,7 +171,7 @@ def prove_rows(
                     carry=carry,
                     carried=carried,
                 )
-            row_reference = references[shared]
+            row_reference = references[settings]
         mesh = make_row_mesh(row)
         with apart(mesh):
             row_key = replicated_in_context(key, mesh)
@@ -299,6 +300,7 @@ def choose_relative(precision: Any) -> float:
 
 
 def _apply_law(row: str, law: Law, program: Program, reference: Reference) -> Verdict:
+    """The verdict of one law on the program of a row: broken if it raises, with a note if it returns one."""
     name = getattr(law, "__name__", str(law))
     try:
         note = law(program, reference) or ""

@@ -119,7 +119,7 @@ def test_bandwidths_and_expectations_are_their_definitions(plane):  # proves F79
 
 
 def test_the_chips_figures_are_expected_where_the_chip_is_known(monkeypatch, data8):
-    monkeypatch.setattr(as_compiled.cost, "chip_of", lambda kind: as_compiled.cost.chip("v5e"))
+    monkeypatch.setattr(as_compiled.hardware, "chip_of", lambda kind: cost.chip("v5e"))
     [record] = bench.comm(sweeps(data8, ops=["all_reduce"], impls=["lax"], sizes=[1024]), **QUICK)
     expected = cost.collective_time("all_reduce", 1024, 8, bandwidth=cost.group_bandwidth("v5e"))
     assert record["chip_us"] == pytest.approx(1e6 * expected)

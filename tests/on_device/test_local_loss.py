@@ -74,6 +74,29 @@ def test_a_loss_with_loops_that_nobody_can_cast_has_the_numbers_of_one_device(ro
     sk.testing.prove(LOCAL, sk.value_and_grad(loss_fn), rows=[row], optimizer=optax.sgd(0.1, momentum=0.9), **data)
 
 
+def test_the_first_step_checks_its_examples_as_on_one_device():
+    """The check calls the loss without its gradient: on the mesh, `settled` is an error of jax for every right loss."""
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+
+    def first_step(loss):
+        grad_fn = sk.value_and_grad(loss, local=True)
+        init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+        _, metrics = step(init(PARAMS, jax.random.key(0)), BATCH)
+        return metrics["loss"]
+
+    def without_keys(params, batch, keys):
+        return loss_fn(params, batch, None)[0]
+
+    def mixing(params, batch, keys):
+        x = batch["x"] - jnp.mean(batch["x"], axis=0, keepdims=True)
+        return loss_fn(params, {**batch, "x": x}, None)[0]
+
+    alone = without_keys(PARAMS, BATCH, None)
+    np.testing.assert_allclose(first_step(without_keys), alone.total / alone.weight, rtol=1e-6)
+    with pytest.raises(ValueError, match="examples"):
+        first_step(mixing)
+
+
 def test_it_evaluates_and_sends_what_a_loss_without_loops_sends():
     """Frozen leaves are not sent, as without `local`; the loss is one equation, which the readers of programs enter."""
     frozen = sk.value_and_grad(loss_fn, trained={"w": True, "b": False}, local=True)

@@ -18,7 +18,7 @@ from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.equality import make_input
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.one_device import gradient_of, update_of
+from shardkit.testing.one_device import make_gradient, make_update
 from support import jobs, rows
 from support.conformance import weights
 from support.refusals import refused
@@ -201,8 +201,8 @@ def alone(grad_fn: Any, optimizer: Any, outer: Any, every: int) -> Any:
         for index, both in enumerate(batches):
             for k, (own, opt_state) in enumerate(workers):
                 keys = sk.example_keys(sk.step_key(jax.random.fold_in(KEY, k), index), len(jax.tree.leaves(both)[0]))
-                loss, _, grads = gradient_of(grad_fn)(own, both[k], keys)
-                workers[k] = update_of(optimizer)(grads, opt_state, own, loss)
+                loss, _, grads = make_gradient(grad_fn)(own, both[k], keys)
+                workers[k] = make_update(optimizer)(grads, opt_state, own, loss)
             if (index + 1) % every == 0:
                 moved = [jax.tree.map(jnp.subtract, meet, own) for own, _ in workers]
                 moved = jax.tree.map(lambda *each: sum(each) / WORKERS, *moved)

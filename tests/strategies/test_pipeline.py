@@ -36,6 +36,7 @@ from support.pipelines import (
     stage,
     traced_step,
 )
+from support.refusals import value_error
 from support.tiers import covered
 
 NAMES = (*BUILDERS, "from_csv")
@@ -236,8 +237,53 @@ def test_the_stack_may_have_another_name():
         assert state.params[stack]["w"].sharding.spec == P("stage")
         results.append((state.params[stack], state.params["embed"]))
     jax.tree.map(np.testing.assert_array_equal, *results)
-    with pytest.raises(ValueError, match="a mapping with the entry 'blocks', the stack; got 'embed', 'gain', 'layers'"):
+    with pytest.raises(ValueError, match=r"^pp\('stage'\): the parameters must have the stack 'blocks', of which"):
         train.step.trace(train.init(make_params(4), jax.random.key(0)), make_batch(8))
     for call in (lambda: sk.pp("stage", stack=""), lambda: sk.pipeline(schedules.gpipe(2, 4), "stage", stack="")):
         with pytest.raises(ValueError, match=r"stack must be the name of an entry of the parameters; got ''\. Pass"):
             call()
+
+
+def by_hand(params, batch, keys):
+    """A pipeline without a schedule: what is on device 0 has been through all stages when it is back."""
+    x = sk.vary(batch, "stage")
+    for _ in range(sk.axis_size("stage")):
+        x = sk.shift(sk.scan_layers(lambda w, x: jnp.tanh(x @ w), params["layers"], x), "stage")
+    counts = sk.axis_index("stage") == 0
+    values = jnp.sum(jnp.ones_like(batch))
+    return sk.Mean(jnp.where(counts, jnp.sum(x**2), 0.0), jnp.where(counts, values, 0.0))
+
+
+def one_after_another(params, batch, keys):
+    x = sk.scan_layers(lambda w, x: jnp.tanh(x @ w), params["layers"], batch)
+    return sk.Mean(jnp.sum(x**2), jnp.float32(x.size))
+
+
+def test_a_loss_of_your_own_under_pp():
+    """A step whose devices silently have other layers than the loss knows of: proved, or refused in a sentence."""
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, stage=2)
+    plan = sk.chain(sk.dp("data"), sk.pp("stage"))
+    params = {"layers": np.linspace(-1, 1, 4 * 9, dtype=np.float32).reshape(4, 3, 3)}
+    batch = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+    sk.testing.assert_same_training(
+        sk.value_and_grad(by_hand),
+        sk.value_and_grad(one_after_another),
+        optax.sgd(0.1),
+        mesh=mesh,
+        plan=plan,
+        params=params,
+        batches=[batch, batch[::-1]],
+    )
+
+    def trace(loss, params):
+        init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=plan)
+        step.trace(init.abstract(params), batch)
+
+    with value_error(
+        "pp('stage'): the parameters must have the stack 'layers', of which it splits the layers; got the leaves "
+        "'blocks', 'head'. Pass stack=, the entry with the layers, or leave it out of the plan."
+    ):
+        trace(one_after_another, {"blocks": params["layers"], "head": np.ones(3, np.float32)})
+    # A loss that is no pipeline sees the layers of its stage alone; the types of axes tell.
+    with pytest.raises(ValueError, match="the total varies over 'data', 'stage' and the weight over none"):
+        trace(one_after_another, params)

@@ -102,6 +102,48 @@ def test_a_secondary_shard_is_over_some_axes(axis, options, got):
 
 
 @pytest.mark.check
+def test_an_algorithm_is_for_the_axes_beside_the_secondary_ones():
+    """Its check once asked for all axes, and refused what runs; and spoke of axes that the user had passed."""
+    assert refused(lambda: sk.fsdp(AXES, **BY_LAYER, secondary="gpu", gather=sk.algorithms.hierarchical("gpu"))) == (
+        "fsdp: gather= must run over the axes beside secondary='gpu', which are 'node'; got hierarchical('gpu'). Pass "
+        "an algorithm for these axes, or leave out secondary=."
+    )
+    whole = sk.algorithms.ring()._replace(reduce_scatter=None)
+    assert "reduce= must be an Algorithm with reduce_scatter" in refused(
+        lambda: sk.fsdp(AXES, **BY_LAYER, secondary="gpu", reduce=whole)
+    )
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_two_levels_beside_a_secondary_shard(prefetch):
+    """Racks of nodes of GPUs: numbers and bytes, of two layers, the shortest stack in which one is gathered ahead.
+
+    One level over racks and nodes would send twice as much over racks.
+    """
+    two_levels = sk.algorithms.hierarchical("node")
+    options = {**BY_LAYER, "secondary": "gpu", "gather": two_levels, "reduce": two_levels}
+
+    def loss_fn(params, batch, keys):
+        layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+        return jnp.mean(sk.scan_layers(layer, params["layers"], batch, prefetch=prefetch) ** 2)
+
+    params = {"layers": jnp.linspace(-1, 1, 2 * 16 * 16).reshape(2, 16, 16)}
+    batches = [jnp.sin(jnp.arange(8.0 * 16) + step).reshape(8, 16) for step in range(2)]
+    grad_fn = sk.value_and_grad(loss_fn)
+    plan = sk.fsdp(("rack", "node", "gpu"), **options)
+    row = sk.testing.Row({"rack": 2, "node": 2, "gpu": 2}, plan, optimizer=optax.sgd(0.1))
+    sk.testing.prove(grad_fn, grad_fn, rows=[row], params=params, batches=batches)
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=sk.make_mesh(**row.mesh), plan=plan)
+    counted = sk.census(step, init(params, jax.random.key(0)), batches[0])
+    half = 2 * 16 * 16 * 4 // 2  # of all weights, in float32: what a GPU keeps for the backward pass
+    sent = {axis: counted.sent(axis=axis, kind="all_gather") for axis in row.mesh}
+    # Over racks its eighth, over nodes what both racks have; over GPUs a half, in the forward and in the backward pass,
+    # which begins with the last layer: prefetched, that is still there.
+    again = half // 2 if prefetch else half
+    assert sent == {"rack": half // 4, "node": half // 2, "gpu": half + again}
+
+
+@pytest.mark.check
 def test_the_description_tells_what_is_kept_and_by_what_it_is_sent():
     leaf = {"layers": jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)}
     mesh = sk.abstract_mesh(node=2, gpu=4)

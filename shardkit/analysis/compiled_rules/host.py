@@ -1,4 +1,4 @@
-"""What a step exchanges with the host: callbacks, feeds, and values that it moves between the memories."""
+"""Transfers between the devices and the host: callbacks, feeds, and values that move between their memories."""
 
 from __future__ import annotations
 

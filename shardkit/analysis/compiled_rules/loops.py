@@ -25,7 +25,7 @@ _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", 
 
 
 def loops(program: CompiledProgram) -> Iterator[Finding]:
-    """All-reduces of which a loop adds up the results, and all-gathers of what the loop does not change."""
+    """All-reduces in a loop that only adds up their results, and all-gathers of operands that no iteration changes."""
     groups: dict[_Repeated, list[CompiledRow]] = {}
     loop_of: dict[_Repeated, Loop] = {}
     for row, computation, instruction in program.collectives("all_reduce", "all_gather"):
@@ -111,7 +111,7 @@ def _accumulating_elements(uses: Uses, values: list[Value], passes: Passes) -> s
             state_reads.setdefault(reader.tuple_index, reader)
     for element in elements:
         carried = state_reads.get(element)
-        # What the element held before must go nowhere but into the element.
+        # The old value of the element may only go into the new one.
         if carried is None or _elements_reached(uses, [Value(body, carried)], passes) != {element}:
             return set()
     return elements
@@ -129,35 +129,39 @@ def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[in
 
 
 def _is_linear(use: CompiledUse) -> bool:
+    """Whether an instruction makes of a sum of values the sum of what it makes of each of them."""
     instruction = use.value.instruction
     if instruction.opcode == "multiply":
-        return instruction.operands[0] != instruction.operands[1]
+        return instruction.operands[0] != instruction.operands[1]  # no square
     if instruction.opcode == "divide":
-        return use.position == 0
+        return use.position == 0  # the dividend
     if instruction.opcode == "select":
-        return use.position > 0
+        return use.position > 0  # one of the values, and not the predicate
     return instruction.opcode in _LINEAR
 
 
 def _is_linear_or_stacks(use: CompiledUse) -> bool:
+    """The same, or the write of a value into a stack: of the stack (operand 0) or of the value (operand 1)."""
     return _is_linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
 
 
 def _is_same_each_time(body: proto.Computation, collective: proto.Instruction) -> bool:
     """Whether what a collective sends is the same in every iteration of the loop with this body."""
-    answers: dict[int, bool] = {}
+    answers: dict[int, bool] = {}  # by the id of an instruction: many share operands
 
     def is_same(number: int) -> bool:
         if number not in answers:
-            answers[number] = False
-            instruction = _skip_barrier(body, body.instructions[number])
-            if instruction.opcode == "get-tuple-element" and instruction.operands == (body.parameters[0].id,):
-                root = body.instructions[body.root]
-                if root.opcode == "tuple":
-                    answers[number] = _is_read(body, root.operands[instruction.tuple_index], instruction)
-            elif instruction.opcode not in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
-                answers[number] = all(is_same(operand) for operand in instruction.operands)
+            answers[number] = is_computed_alike(_skip_barrier(body, body.instructions[number]))
         return answers[number]
+
+    def is_computed_alike(instruction: proto.Instruction) -> bool:
+        if instruction.opcode == "get-tuple-element" and instruction.operands == (body.parameters[0].id,):
+            # An element of the loop's state is the same if the body returns it as it was.
+            root = body.instructions[body.root]
+            return root.opcode == "tuple" and _is_read(body, root.operands[instruction.tuple_index], instruction)
+        if instruction.opcode in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
+            return False
+        return all(is_same(operand) for operand in instruction.operands)
 
     return all(is_same(operand) for operand in collective.operands)
 

@@ -29,7 +29,7 @@ _REPLICATED = "Involuntary full rematerialization"
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram(TracedProgram):
-    """The same, compiled: what all rules read."""
+    """A traced and compiled program, which all rules can read."""
 
     mesh: dict[str, int]  # names and sizes of the mesh axes
     devices: int  # devices that run it
@@ -97,7 +97,7 @@ class CompiledProgram(TracedProgram):
 
 
 def compiled_program(where: str, traced: TracedProgram, built: aot.Built | None, target: str | None) -> CompiledProgram:
-    """One call compiled for the devices of this process, or as it is `built` for those of `target`."""
+    """One call, compiled for the devices of this process, or `built` already for the chips of `target`."""
     if built is None or target is None:
         return _compile_here(where, traced)
     return _read_built(where, traced, built, target)
@@ -154,7 +154,7 @@ def _read_program(
     versions: Mapping[str, str],
     target: str,
 ) -> CompiledProgram:
-    """What rules read of a compiled program: `serialized` is its module, `lowered` the program before compilation."""
+    """Reads a compiled program: `serialized` is its module, `lowered` the program before compilation."""
     lowered_sizes, partitions = backends.lowered_mesh(lowered)
     if not sizes:
         sizes = lowered_sizes

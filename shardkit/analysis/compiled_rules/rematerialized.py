@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
-    """What the compiler's log names, and the same in the program: a gather of which each device slices its piece."""
+    """Values that the compiler's log names, and gathers in the program after which each device slices its piece."""
     logged_places = set()
     for line in program.log:
         finding = _read_log_line(program, line)
@@ -47,14 +47,14 @@ def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
 
 
 class _Gather(NamedTuple):
-    """A gather of the compiler's own, of which each device keeps one of `parts` pieces."""
+    """A gather that the compiler added, after which each device keeps one of `parts` pieces."""
 
     row: CompiledRow
     parts: int
 
 
 def _find_gathers_to_slice(program: CompiledProgram) -> Iterator[_Gather]:
-    """The gathers that the compiler added, and whose readers all slice this device's piece out of the result.
+    """Finds gathers that the compiler added, where every reader slices this device's piece out of the result.
 
     For example a value split by rows over 8 devices is wanted split by columns: f32[64,64] is gathered on each, and
     each slices f32[64,8]. An all_to_all would send an eighth.

@@ -84,7 +84,7 @@ def _compiles_again(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def _copy_arrays(args: Any) -> Any:
-    """Copies, of which a step may take the memory."""
+    """Copies of the arrays, which a step may then donate."""
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

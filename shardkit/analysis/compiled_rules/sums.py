@@ -13,7 +13,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.rule import Finding
 
-# What the factor of a term may be: the same for all of them, as one over the number of microbatches.
+# Opcodes of a factor that may be the same for all terms, as one over the number of microbatches.
 _FACTORS = {"constant", "broadcast", "convert", "bitcast", "reshape"}
 
 
@@ -27,7 +27,7 @@ class _Term(NamedTuple):
 def sums(program: CompiledProgram) -> Iterator[Finding]:
     """Results of all-reduces over the same devices that nothing reads but their sum.
 
-    For example psum(a) + psum(b), where psum(a + b) sends half. Terms whose last addition is the same one are one sum.
+    For example psum(a) + psum(b), where psum(a + b) sends half. Terms that end in the same addition are one sum.
     """
     terms_of_sum: dict[tuple[int, int], list[_Term]] = {}
     for row, computation, instruction in program.collectives("all_reduce"):

@@ -395,7 +395,7 @@ def _compile_in_child(
 
 
 def _make_environment() -> dict[str, str]:
-    """The environment of the compiler's process: that of a machine of CPUs, where this shardkit is imported."""
+    """The environment of the compiler's process: only CPUs, and this copy of shardkit."""
     environment = dict(os.environ)
     environment.pop("XLA_FLAGS", None)  # simulated devices, and flags that the other compiler may refuse
     environment |= ALONE

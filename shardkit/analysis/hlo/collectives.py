@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from shardkit._jax.primitives import KIND_OF_OPCODE
 from shardkit.analysis.hlo import proto
@@ -183,44 +184,29 @@ class Reader:
         """The row of a collective; `between` is the compute between its start and its end; None if synchronous."""
         instruction = collective.instruction
         kind = collective.kind
-        operands = _list_operands(collective)
-        bytes_in = sum(shape.bytes for shape in operands)
-        payload = bytes_in
-        if instruction.opcode.startswith("ragged"):
-            # The others are sizes and offsets. Either the rows or the buffer that receives them has the padding of the
-            # larger one, so no more than the smaller one is sent.
-            rows, buffer, *_ = operands
-            payload = min(rows.bytes, buffer.bytes)
-            bytes_in = rows.bytes
-            operands = [rows]
         axes, n = axes_of(kind, collective.groups, tuple(self.sizes.items()))
-        sent = wire(kind, payload, n, instruction.pairs).sent
-
-        # The GPU compiler marks a pair that it does not overlap.
-        synchronous_pair = collective.carrier.config.get("collective_backend_config", {}).get("is_sync")
-        asynchronous = between is not None and not synchronous_pair
+        operands = _measure_operands(collective)
+        sent = wire(kind, operands.payload, n, instruction.pairs).sent
         seconds = self.clock.wire(kind, collective.groups, sent)
         exposed = seconds
         hidden_flops = 0
+        # The GPU compiler marks a pair that it does not overlap.
+        is_synchronous_pair = collective.carrier.config.get("collective_backend_config", {}).get("is_sync")
+        asynchronous = between is not None and not is_synchronous_pair
         if asynchronous and between:
-            links = (axes, kind == "ppermute" and direction(collective.groups) < 0)
-            exposed = _hide(seconds, between, links)
+            # Permutes both ways round a ring use the two directions of the same links.
+            goes_down = kind == "ppermute" and direction(collective.groups) < 0
+            exposed = _hide(seconds, between, (axes, goes_down))
             hidden_flops = sum(slot.work.flops for slot in between)
-
-        bytes_out = bytes_in
-        if kind == "all_gather":
-            bytes_out = bytes_in * n
-        elif kind == "reduce_scatter":
-            bytes_out = bytes_in // n
         return CompiledRow(
             kind=kind,
             name=instruction.name,
             axes=axes,
             n=n,
             count=times,
-            arrays=max(len(operands), 1),
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
+            arrays=operands.arrays,
+            bytes_in=operands.bytes,
+            bytes_out=_count_result_bytes(kind, operands.bytes, n),
             sent=sent,
             asynchronous=asynchronous,
             hidden_flops=hidden_flops,
@@ -245,6 +231,34 @@ def _hide(seconds: float, between: list[_Slot], links: tuple[tuple[str, ...], bo
         slot.unused[links] = unused - covered
         exposed -= covered
     return exposed
+
+
+class _Operands(NamedTuple):
+    """The operands of a collective: how many arrays, their bytes, and how many of these can be sent."""
+
+    arrays: int
+    bytes: int
+    payload: int
+
+
+def _measure_operands(collective: FoundCollective) -> _Operands:
+    """The operands as written; those of a ragged all-to-all are the rows, a buffer for results, sizes and offsets."""
+    operands = _list_operands(collective)
+    if collective.instruction.opcode.startswith("ragged"):
+        # Either the rows or the buffer has the padding of the larger one, so no more than the smaller one is sent.
+        rows, buffer, *_ = operands
+        return _Operands(1, rows.bytes, min(rows.bytes, buffer.bytes))
+    size = sum(shape.bytes for shape in operands)
+    return _Operands(max(len(operands), 1), size, size)
+
+
+def _count_result_bytes(kind: str, operand_bytes: int, n: int) -> int:
+    """Bytes of the result, without the compiler's own padding, which the result's shape would have."""
+    if kind == "all_gather":
+        return operand_bytes * n
+    if kind == "reduce_scatter":
+        return operand_bytes // n
+    return operand_bytes
 
 
 def _list_operands(collective: FoundCollective) -> list[proto.Shape]:

@@ -2,7 +2,7 @@
 
 Compute takes the longer of FLOPs over the chip's bf16 peak and bytes over its memory bandwidth. A collective takes the
 bytes that one device sends over the bandwidth that its group can use, by the model of links that the planner has too,
-`link_of_group` of `cost/links.py`; here the groups and the places of their members are those of the compiled program.
+`link_of_group` of `cost/links.py`; here the groups, and where their members are, come from the compiled program.
 Each device of a tpu7x has half of its chip's compute and memory bandwidth and all of the chip's links.
 Latency, contention between collectives and the chip's real efficiency are left out, so times are lower bounds.
 """
@@ -93,10 +93,10 @@ NO_CLOCK = Clock(_no_compute, _no_wire)
 class ModuleWork:
     """The work of a module's instructions; each computation is read once.
 
-    The bytes are those of operands and result as a fused loop would move them: an operand that a fusion slices
-    counts as the slice. Collectives are not work, nor is an asynchronous copy to or from memory on the chip: its bytes
-    are those that its reader reads, or its writer has written. Of one to or from the host, the bytes of the device's
-    memory count, and not the way between.
+    Bytes count operands and result as a fused loop would move them: an operand that a fusion slices counts as the
+    slice. Collectives are not work. Neither is an asynchronous copy to or from memory on the chip, because the
+    instruction that reads the copy, or wrote it, counts the same bytes. A copy to or from the host counts what it reads
+    or writes in the device's memory, without the transfer itself.
 
     For example a fusion reads one layer of a stack f32[12, 64, 64], multiplies it by 2 and writes it into a stack of
     results in place: 16 KB read and 16 KB written, not twelve times as much.
@@ -233,7 +233,7 @@ def _moves_data(instruction: proto.Instruction) -> bool:
 
 
 def _convolution_flops(convolution: proto.Instruction, left: proto.Shape, right: proto.Shape) -> int:
-    """FLOPs of a convolution without those that padding and dilation holes would cost.
+    """FLOPs of a convolution, without multiplications by padding or by the holes of a dilation.
 
     The TPU compiler writes every matmul as a convolution, and a batch dim as a window over holes.
     """

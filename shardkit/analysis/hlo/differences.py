@@ -1,4 +1,4 @@
-"""What the compiler did to the collectives as written: added, merged, dropped, changed."""
+"""How compiled collectives differ from the written ones: added, merged, dropped, changed."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def group_alike(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
 
 
 def describe_differences(differences: list[str]) -> str:
-    """What the compiler changed, in a paragraph."""
+    """The compiler's changes as a paragraph."""
     if not differences:
         return "as written"
     lines = ["what the compiler changed:"]
@@ -159,7 +159,7 @@ def bytes_added_by_compiler(program: Compiled) -> Fraction:
 
 
 def is_written(row: CompiledRow) -> bool:
-    """Whether a compiled collective comes from a written one; those that it adds carry another operation's name.
+    """Whether a compiled collective comes from a written one; one that the compiler adds has another operation's name.
 
     For example "jit(step)/shard_map/all_gather" is written, and "jit(step)/optax/mul" the compiler's own. One that is
     merged of collectives under different scopes has the names of all, "shard_map/(loss/psum:psum)".
@@ -236,12 +236,12 @@ class _Traffic(NamedTuple):
 
     @property
     def bytes(self) -> str:
-        """What is sent, in words."""
+        """The bytes sent, as text."""
         return _describe_bytes(self.sent)
 
     @property
     def at(self) -> str:
-        """The places, in words."""
+        """The places, as text: at most three."""
         if not self.places:
             return ""
         shown = list(self.places[:3])
@@ -255,7 +255,7 @@ _Tally = dict[Key, _Traffic]
 
 
 def _tally(census_rows: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
-    """The collectives as written, those of them in the compiled program, and those that the compiler added.
+    """Adds up written collectives, compiled ones that come from them, and compiled ones that the compiler added.
 
     For example two psums over "data" are written, the compiler merges them, and gathers a sharded operand over "fsdp":
 
@@ -275,7 +275,7 @@ def _tally(census_rows: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tall
         axes = tuple(sorted(row.axes))
         key = row.kind, axes
         similar_is_known = _has_similar(row.kind, axes, before.keys() | after.keys())
-        # The compiler drops some names, and gives what it merges that of another operation.
+        # The compiler drops some names, and may name a merged collective after another operation.
         is_nameless = not row.op_name and similar_is_known
         tally = added
         if is_written(row) or (row.kind, row.source) in written_places or is_nameless:
@@ -352,7 +352,7 @@ def _find_scatters_run_as_sums(before: _Tally, after: _Tally) -> tuple[list[Comp
 
 
 def _describe_change(what: str, before: _Traffic, after: _Traffic) -> str:
-    """What the compiler did to the collectives of one kind over the same axes."""
+    """Describes how the collectives of one kind over the same axes changed."""
     missing = before.times - after.times
     if before.sent == after.sent:
         word = "split"

@@ -108,7 +108,7 @@ def _find_mesh_groups(sizes: Sequence[int], axes: Sequence[bytes]) -> Groups:
     """The groups over axes of a mesh, or over parts of axes.
 
     For example the groups over a middle part of one axis of 8, `pre_size` 2 and `size` 2. The axis is cut into three
-    digits of 2. They are the dims of an iota, of which the one over which groups run is put last:
+    digits of 2. The digits become the dims of an iota, with the middle one last because the groups run over it:
 
         digits  (2, 2, 2), inside (False, True, False), order (0, 2, 1)
         groups  (0, 2), (1, 3), (4, 6), (5, 7)

@@ -205,7 +205,7 @@ class Built(NamedTuple):
     traced: Any  # the traced step
     sizes: dict[str, int]  # names and sizes of the mesh axes
     module: bytes | None  # the serialized program; None where it does not fit the chip's memory
-    answer: dict[str, Any]  # of the compiler's process: memory, times, versions, and its log
+    answer: dict[str, Any]  # from the compiler's process: memory, times, versions and its log
     lowering_seconds: float  # time to lower
 
     def report(self, where: Topology) -> Report:

@@ -31,7 +31,7 @@ _FRONT = len(MAGIC) + hashlib.sha256().digest_size
 class _SavedProgram(NamedTuple):
     """The content of a file: a pickle of these, in this order.
 
-    `executable` is a pickle inside the other, which is opened only where the versions of jax are those of `place`.
+    `executable` is a pickle inside the other. It is opened only if the versions of jax equal the ones in `place`.
     """
 
     place: dict[str, str]
@@ -42,7 +42,7 @@ class _SavedProgram(NamedTuple):
 
 
 def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | None = None) -> None:
-    """Writes a `jax.stages.Compiled` that can be serialized to a file; `ends` is that of a train step."""
+    """Writes a `jax.stages.Compiled` to a file; `ends` is the attribute of a train step."""
     path = Path(path).expanduser()
     devices = _find_devices(program)
     _refuse_cached(devices[0].platform)
@@ -134,7 +134,7 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
 
 
 def _read_program(path: Path) -> _SavedProgram:
-    """What is in a file; a file that is damaged is refused before any of it is unpickled."""
+    """Reads a file, and refuses a damaged one before any of it is unpickled."""
     data = _read_private_file(path)
     if not data.startswith(MAGIC):
         raise ValueError(f"aot.load: the file must be a program of this shardkit; got {path}. Save it again.")
@@ -194,7 +194,7 @@ def _read_private_file(path: Path) -> bytes:
 
 
 def _describe_place(devices: Sequence[Any]) -> dict[str, str]:
-    """What a program on these devices depends on, in words.
+    """Describes everything on which a program for these devices depends.
 
     For example {"jax": "0.10.2", "jaxlib": "0.10.2", "devices": "8 x 'TPU v5 lite'", "processor": "any"}.
     """

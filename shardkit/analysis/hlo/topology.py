@@ -20,14 +20,14 @@ from shardkit._jax import backends
 from shardkit.cost import Chip, chips
 from shardkit.cost.hardware import device_kind
 
-_TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what the GPU compiler must know of a chip
+_TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # descriptions of chips for the GPU compiler
 _TPU = tuple(name for name, chip in chips.items() if chip.torus)
 _GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_file())
 _CORES = {"tpu7x": 2}  # devices per chip, where there are several
 # GiB of one device that a program may use, as the TPU's compiler (libtpu 0.0.42) says when it refuses one.
 _TPU_LIMITS = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
 _MOST_CHIPS = 100_000  # for which `topology_of` looks for a shape
-# What a compiler must be told in a process without its chips.
+# Environment variables for a compiler in a process without its chips.
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -90,7 +90,7 @@ def parse_topology(text: str) -> Topology:
 def topology_of(chip: str, count: int) -> Topology:
     """So many chips: the most cubic torus, or full hosts of GPUs; refuses a number that fills no hosts.
 
-    For example 32 chips of v5p are "v5p:4x4x2", and 16 of h100 are "h100:1x2x8".
+    For example 32 chips of v5p are "v5p:2x4x4", and 16 of h100 are "h100:1x2x8".
     """
     [count] = whole("topology", chips=count)
     if chip in _GPU:
@@ -130,7 +130,7 @@ def _factorize(count: int, parts: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class AbsentDevice:
-    """What orders of devices are made from, of a device that need not be present; the fields are those of jax."""
+    """A device that need not be present, with the fields of jax's devices from which orders are made."""
 
     id: int
     platform: str

@@ -70,8 +70,8 @@ class Tuned(NamedTuple):
 def try_options(compile_with: Callable[[CompilerOptions], Trial], options: Sequence[Mapping[str, Option]]) -> Tuned:
     """Compiles the step without options, then with each mapping added to the options that were kept.
 
-    They are kept if the step is faster, and, as long as it does not fit, if it needs less memory. For example of
-    options a, b and c, of which b makes the step slower, four programs are compiled:
+    Added options are kept if the step becomes faster; as long as it does not fit, they are kept if it needs less
+    memory. For example with options a, b and c, where b makes the step slower, four programs are compiled:
 
         {}           1.9 ms
         {a}          1.7 ms    kept

@@ -1,4 +1,4 @@
-"""Who reads a value of a compiled program, followed through fusions and calls."""
+"""The readers of a value in a compiled program, followed through fusions and calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CompiledUse(NamedTuple):
 
     @property
     def opcode(self) -> str:
-        """What it does."""
+        """The opcode of the instruction."""
         return self.value.instruction.opcode
 
     @property
@@ -179,7 +179,7 @@ def _leave(value: Value) -> Value:
 
 
 def _argument(parameter: Value) -> Value:
-    """What a fusion or call is passed as this parameter."""
+    """The operand that a fusion or call passes as this parameter."""
     outer, fusion = parameter.callers[-1]
     operand = fusion.operands[parameter.instruction.parameter]
     return Value(outer, outer.instructions[operand], parameter.callers[:-1])

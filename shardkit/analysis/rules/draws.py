@@ -14,7 +14,7 @@ from shardkit.analysis.rules.rule import Finding
 
 
 def draws(program: TracedProgram) -> Iterator[Finding]:
-    """Random numbers that are the same on devices whose elements differ, as one dropout mask for all."""
+    """Random numbers that are equal on devices with different elements, as one dropout mask for all of them."""
     for block, equation in program.equations:
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
             continue

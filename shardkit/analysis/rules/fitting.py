@@ -48,7 +48,7 @@ def _find_weights(equation: Any, axis: str) -> list[Any]:
     """The inputs of a shard_map that are split over an axis, if it returns all of them; else none.
 
     A step returns its new weights, in the layout of the old ones, and not its batch. So an axis that splits the batch
-    too has an input that is not returned: its sums are those of data parallelism.
+    too has an input that is not returned: its sums belong to data parallelism.
     """
     returned = set()
     for variable, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):

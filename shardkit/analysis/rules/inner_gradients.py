@@ -42,7 +42,7 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
 
 
 def _find_batch_axes(program: TracedProgram) -> set[str]:
-    """The axes over which the program reduces after all differentiation: those that split the batch."""
+    """The axes that split the batch: the program reduces over them outside of all differentiation."""
     axes: set[str] = set()
     for site in walk(program.step.jaxpr):
         if kind_of(site.equation) in _REDUCTIONS and not _list_transforms(site):
@@ -51,9 +51,9 @@ def _find_batch_axes(program: TracedProgram) -> set[str]:
 
 
 def _begins_as_constant(casts: list[Any], states: Mapping[object, State]) -> bool:
-    """Whether no argument makes the values that are cast, as zeros to which a loop adds gradients.
+    """Whether none of the cast values depends on an argument, except through gradients.
 
-    A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
+    For example zeros to which a loop adds gradients: its carry begins as a constant, and only gradients change it.
     """
     for value in casts:
         is_literal = hasattr(value, "val")

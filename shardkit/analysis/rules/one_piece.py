@@ -44,9 +44,10 @@ def _find_only_use(block: Block, result: Any) -> Use | None:
 def _check_gather(
     program: TracedProgram, block: Block, equation: Any, axes: tuple[str, ...], result: Any, use: Use
 ) -> Iterator[Finding]:
-    """A gather of which each device uses one piece.
+    """Finds a gather after which each device uses one piece.
 
-    For example 8 devices that gather 800 bytes, of which each uses the 100 of its neighbour: 700 are sent to each.
+    For example 8 devices gather 800 bytes, and each uses only the 100 bytes of its neighbor: 700 bytes are sent to each
+    device, and 100 would do.
     """
     n = math.prod(block.context.sizes[axis] for axis in axes)
     size = size_of(result)
@@ -69,7 +70,7 @@ def _check_gather(
 def _check_sum(
     program: TracedProgram, block: Block, equation: Any, axes: tuple[str, ...], result: Any, use: Use
 ) -> Iterator[Finding]:
-    """A sum of which each device keeps its piece, as a reduce_scatter would give it."""
+    """Finds a sum after which each device keeps its own piece, as a reduce_scatter would return it."""
     if registered(equation.primitive.name).reduces != "sum":
         return
     n = math.prod(block.context.sizes[axis] for axis in axes)

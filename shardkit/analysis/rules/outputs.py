@@ -66,7 +66,7 @@ def _find_unreduced(block: Block) -> Iterator[Finding]:
 
 
 def _find_line_of_output(block: Block, out: Any) -> str:
-    """The line that computes a result; of an argument that is returned as it is, that of the shard_map."""
+    """The line that computes a result. If an argument is returned unchanged, it is the line of the shard_map."""
     for equation in block.jaxpr.eqns:
         if out in equation.outvars:
             return find_line(equation, block.context)

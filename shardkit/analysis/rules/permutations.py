@@ -96,7 +96,7 @@ def _is_open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bo
 
 
 class _Unmasked(Dependence):
-    """Follows what is made of a result of one equation without a choice (jnp.where) that could replace it."""
+    """Follows the results of one equation, up to a choice (jnp.where) that could replace them."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -113,5 +113,5 @@ class _Unmasked(Dependence):
 
 
 def _is_unmasked(jaxpr: Any, equation: Any) -> bool:
-    """Whether results of a jaxpr are made of those of an equation without a choice that could replace them."""
+    """Whether results of a jaxpr depend on an equation's result without a `where` that could replace it."""
     return any(_Unmasked(equation).run(jaxpr, [False] * len(jaxpr.invars)))

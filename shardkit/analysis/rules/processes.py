@@ -202,7 +202,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _digest(constant: Any) -> tuple[Any, ...]:
-    """What distinguishes constants: their bytes, where they are plain, addressable and not too large."""
+    """A key that equal constants share: with their bytes, if they are plain, addressable and not too large."""
     dtype = getattr(constant, "dtype", type(constant))
     key = (np.shape(constant), str(dtype))
     # A constant of an outer trace has no values yet.

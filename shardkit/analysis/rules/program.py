@@ -45,7 +45,7 @@ class TracedProgram:
 
 @contextmanager
 def in_one_sentence(where: str, what: str) -> Iterator[None]:
-    """What the step, jax or the compiler raises inside, as a sentence; what shardkit refuses is one already."""
+    """Turns an exception of the step, of jax or of the compiler into one sentence."""
     try:
         yield
     except Exception as error:

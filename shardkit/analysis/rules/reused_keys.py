@@ -24,7 +24,7 @@ from shardkit.analysis.rules.rule import Finding
 from shardkit.meshes.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
-# Their result is their operand. Not random_clone, whose caller intends another draw each time.
+# Primitives that return their operand. Without random_clone: its caller intends another draw.
 _SAME_KEY = {"random_wrap", "random_unwrap"}
 _REMEDY = (
     "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) declares equal "
@@ -41,7 +41,7 @@ def reused_keys(program: TracedProgram) -> Iterator[Finding]:
 
 
 class NamedValue(NamedTuple):
-    """Values of one name are equal; `loops` are those whose iterations may differ in it."""
+    """A value by its name: values of one name are equal. It may be another one in each iteration of `loops`."""
 
     name: int
     loops: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class _Names:
         return self.make(object(), operands)
 
     def make(self, operation: Any, operands: Sequence[NamedValue] = ()) -> NamedValue:
-        """What an operation makes of these operands."""
+        """The value that an operation makes of these operands."""
         key = (operation, *(value.name for value in operands))
         number = self._numbers.setdefault(key, len(self._numbers))
         loops: frozenset[int] = frozenset()
@@ -75,6 +75,13 @@ class _Names:
         return NamedValue(number, loops)
 
 
+# Worked example: a dropout mask and noise, both drawn in a scan over layers, from a key that enters it as a constant.
+#
+#     bits of the mask at model.py:12     the key is the same in each iteration: a finding
+#                                         drawn = {0: "model.py:12"}, in which 0 is the name of the key
+#     bits of the noise at model.py:20    0 was drawn from at model.py:12: a finding
+#
+# With `key = fold_in(key, layer)` in the body the key differs in each iteration, and only the second finding is left.
 @dataclass(frozen=True)
 class _KeyReader(JaxprInterpreter[NamedValue]):
     """Follows the names of values through a program, and finds keys that are drawn from twice."""
@@ -97,6 +104,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
 
     def step(self, equation: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+        # Most of a model neither draws nor makes keys: not reading it keeps lint fast.
         if jaxprs and not self._may_use_keys(equation, jaxprs):
             return self._make_new(equation, operands)
         return super().step(equation, operands)
@@ -115,6 +123,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
             self._enter(equation).run(program, arguments)
         if programs or not _is_repeatable(equation):
             return self._make_new(equation, operands)
+        # The same operation on the same values, wherever it stands, makes the same values: fold_in(key, 1) is one key.
         params = str(sorted(equation.params.items(), key=_name_of_param))
         results = []
         for number in range(len(equation.outvars)):
@@ -132,7 +141,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
     def cond(self, equation: Any, branches: list[Any], operands: list[NamedValue]) -> Sequence[NamedValue]:
         _, *arguments = operands
         inner = self._enter(equation)
-        # One branch runs: a draw in one of them does not repeat that of another.
+        # Only one branch runs: a draw in one branch does not repeat a draw in another.
         readers = [replace(inner, drawn=dict(self.drawn)) for _ in branches]
         results = []
         for reader, branch in zip(readers, branches, strict=True):
@@ -158,7 +167,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
 
     def scan(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         consts, carry, arrays = scan_operands(equation, operands)
-        loop = self.names.new().name
+        loop = self.names.new().name  # a number of its own
         if equation.params["length"] > 1:
             inner = self._enter_loop(equation, loop, "scan")
         else:  # one iteration repeats nothing
@@ -179,7 +188,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         return self._make_new(equation, operands)
 
     def _enter(self, equation: Any) -> _KeyReader:
-        """What reads the programs that an equation holds."""
+        """A reader for the programs inside an equation."""
         backward = self.context.backward or _repeats_forward(equation)
         context = self.context._replace(backward=backward, source=find_line(equation, self.context))
         return replace(self, context=context)

@@ -1,4 +1,4 @@
-"""What all rules share: findings, rules, and how values of a traced program are used."""
+"""Findings, rules, and the uses of a value in a traced program, for all rules."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 
 
 def findings(rules: Iterable[Rule], program: Any) -> list[Finding]:
-    """What breaks these rules in a program, in their order; a function that rules share runs once."""
+    """Applies rules to a program, in their order; a function that several rules share runs once."""
     rules = list(rules)
     names = {rule.name for rule in rules}
     checks = dict.fromkeys(rule.check for rule in rules)  # each once, in order
@@ -81,7 +81,7 @@ class Use(NamedTuple):
 def uses(block: Block, variable: Any) -> Iterator[Use | None]:
     """Every use of a value, through casts and into called functions; None where it leaves the block.
 
-    For example the uses of g in `y = pvary(g); z = jit(f)(y)` are those of f's argument.
+    For example in `y = pvary(g); z = jit(f)(y)` the uses of g are the uses of f's argument inside f.
     """
     if any(out is variable for out in block.jaxpr.outvars):
         yield None

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.crossings import Differences
+from shardkit.testing.exact.crossings import DIVISOR, Differences
 from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
@@ -132,6 +132,12 @@ class Coverage:
             return
         self._add(equation, part, decision)
 
+    def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
+        """What is divided by, or what a logarithm is taken of: inputs are put where it is zero."""
+        if self.differences is not None and x.degree.total:
+            zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
+            self.differences.note((self.side, id(equation), DIVISOR), field, x, zero)
+
     def note_integers(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: Sequence[np.ndarray]
     ) -> None:
@@ -171,10 +177,14 @@ class Coverage:
 
     def foreign(self) -> list[Decision]:
         """Comparisons that only one side makes."""
+        return [self.decisions[key] for key in self.foreign_keys()]
+
+    def foreign_keys(self) -> list[tuple[Any, ...]]:
+        """Their keys among all decisions."""
         words: list[set[int]] = [set(), set()]
         for (side, *_), decision in self.decisions.items():
             words[side] |= decision.words
-        return [decision for (side, *_), decision in self.decisions.items() if decision.words - words[1 - side]]
+        return [key for key, decision in self.decisions.items() if decision.words - words[1 - key[0]]]
 
     def untied(self) -> list[Decision]:
         """Comparisons that both sides make, that differ for equal numbers, and that no draw made of equal numbers.

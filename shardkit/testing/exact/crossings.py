@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,11 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
+DIVISOR = "divisor"  # what is noted is no comparison, but what must not be zero
 _STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
 _LARGEST = 1e6  # of the elements that are put somewhere
+_ANY = 0.5  # how often any comparison is solved for, though there is one that only one side makes
+_DIVISORS = 0.25  # how often of these it is a divisor that is put to zero
 _NEXT = 0.5  # how often the way off ends before the next root
 _APART = 1e-7  # by such a share two roots differ, and not by their rounding
 _EXACTLY = 0.5  # how often a comparison is made one of equal numbers; else it goes either way
@@ -72,7 +75,7 @@ class Crossings:
 
     def kind(self) -> str:
         """What all other elements are drawn as."""
-        return str(self.rng.choice(["crossed", "crossed near", "crossed wide", "crossed mixed"]))
+        return str(self.rng.choice(["crossed", "crossed near", "crossed wide", "crossed mixed", "crossed similar"]))
 
     def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
         """An element that is not among the others, moved by a step; None if there is none."""
@@ -89,18 +92,27 @@ class Crossings:
         step = np.array([pow(round(1 / _STEP), -1, int(p)) for p in field.residues.moduli], np.uint64)
         return Element(name, place, (number + step) % field.residues.moduli, float(x.real.reshape(-1)[place]) + _STEP)
 
-    def solve(self, field: Field, moved: Element, before: Differences, after: Differences) -> Element | None:
-        """What the element must be for a comparison to change; None where none hangs on it linearly."""
+    def solve(
+        self, field: Field, moved: Element, before: Differences, after: Differences, foreign: Container[Any] = ()
+    ) -> Element | None:
+        """What the element must be for a comparison to change; None where none hangs on it linearly.
+
+        Half of the time it is one of the foreign comparisons, which only one side makes, if there is one.
+        """
         ways = self._find_ways(field, moved, before, after)
         if not ways:
             return None
-        fewest = min(self.crossed[place[:3]] for place in ways)
-        places = [place for place in ways if self.crossed[place[:3]] == fewest]
+        places = [place for place in ways if place[:3] in foreign]
+        if not places or self.rng.random() < _ANY:
+            is_divisor = self.rng.random() < _DIVISORS
+            places = [place for place in ways if (place[2] == DIVISOR) == is_divisor] or list(ways)
+        fewest = min(self.crossed[place[:3]] for place in places)
+        places = [place for place in places if self.crossed[place[:3]] == fewest]
         place = places[self.rng.integers(len(places))]
         self.crossed[place[:3]] += 1
         # Of the elements of the comparison one.
         index, root = ways[place][self.rng.integers(len(ways[place]))]
-        if self.rng.random() < _EXACTLY:
+        if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
             number = _root(field, moved, before.by_place[place], after.by_place[place], index)
             return moved._replace(number=number, real=root)
         roots = [other for way in ways.values() for _, other in way]

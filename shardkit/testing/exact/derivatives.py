@@ -13,7 +13,7 @@ from shardkit.meshes.layout import path_name
 from shardkit.testing._compare import is_float
 from shardkit.testing._interpreter import restrict_to_floats
 
-# From the leaves of the arguments to those of the results.
+# Takes the leaves of the arguments, and returns the leaves of the results.
 FlatFunction = Callable[..., list[Any]]
 
 

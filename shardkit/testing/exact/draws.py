@@ -18,10 +18,11 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Decision
 from shardkit.testing.exact.crossings import Crossings
 from shardkit.testing.exact.numbers.errors import UnknownValueError
-from shardkit.testing.exact.numbers.field import KINDS, MIXED
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
+_FOREIGN = 2  # times as many draws in which comparisons change, where only one side makes one of them
 _TOGETHER = 4  # elements that are put where comparisons change
 
 
@@ -35,6 +36,7 @@ class Effort(NamedTuple):
         identified: of the draws, in how many it is found out which differences are compared.
         ties: of inputs of which some are equal.
         crossed: of inputs of which single elements are put where a comparison changes.
+        zeros: the same of programs without comparisons: elements are put where a divisor is zero.
         orders: the numbers of random ones, in turn, until all comparisons have gone both ways.
         foreign: how many of these at least, where only one side makes a comparison.
     """
@@ -45,6 +47,7 @@ class Effort(NamedTuple):
     identified: int
     ties: int
     crossed: int
+    zeros: int
     orders: Sequence[int]
     foreign: int
 
@@ -53,13 +56,25 @@ def of_kernels(seconds: float) -> Effort:
     """More where a run takes few seconds: what hangs on several comparisons of few elements is seen in few draws."""
     runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
     draws = runs // 2
-    kinds = (*KINDS[1:], "near", MIXED, MIXED)
-    return Effort(draws, draws + 8, kinds, 4, ties=runs // 4, crossed=runs // 2, orders=range(64), foreign=runs)
+    kinds = (*KINDS[1:], "near", MIXED, SIMILAR)
+    return Effort(
+        draws,
+        draws + 8,
+        kinds,
+        4,
+        ties=runs // 4,
+        crossed=runs // 2,
+        zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
+        orders=range(64),
+        foreign=runs,
+    )
 
 
 # A step takes a second for each of these. Constants are above all positive numbers in order 1, below in order 2, and
 # among them from order 4 on; this sequence has most steps go both ways in the fewest orders.
-STEP = Effort(draws=1, most=1, kinds=("narrow",), identified=1, ties=0, crossed=0, orders=(1, 7, 2, 4), foreign=1)
+STEP = Effort(
+    draws=1, most=1, kinds=("narrow",), identified=1, ties=0, crossed=0, zeros=0, orders=(1, 7, 2, 4), foreign=1
+)
 
 
 def equal(
@@ -93,6 +108,8 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
     branches = field.compared or field.chances or (field.domains and effort.crossed)
     if field.order is None and (branches or pair.excluded() or not pair.defined):
         _draw(pair, effort)
+    if field.order is None:
+        _cross(pair, effort)
     pair.coverage.identifies = False
     _order(pair, effort)
     _check_domains(pair)
@@ -171,17 +188,26 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
         pair.draw("zero")
     if coverage.open(EQUALITY):  # zeros may make that no number
         pair.draw("")
-    if coverage.decisions and effort.crossed:
-        _cross(pair, effort.crossed)
 
 
-def _cross(pair: ProgramPair, count: int) -> None:
-    """Draws in which comparisons change, one more in each: what hangs on several of them is seen in few."""
+def _cross(pair: ProgramPair, effort: Effort) -> None:
+    """Draws in which comparisons change, or a divisor is zero, one more in each."""
+    count = _count_crossings(pair, effort)
     crossings = Crossings()
     last = pair.draws + count
+    # What hangs on several comparisons is seen in few draws, so some of them share their inputs.
     for _ in range(count):
         if pair.draws < last:
             pair.cross(crossings, min(_TOGETHER, last - pair.draws))
+
+
+def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
+    if not pair.coverage.decisions:
+        return effort.zeros if pair.field.divides else 0
+    # Where one side alone compares, what shows it may hang on other comparisons too: more draws meet both.
+    if pair.coverage.foreign():
+        return _FOREIGN * effort.crossed
+    return effort.crossed
 
 
 def _order(pair: ProgramPair, effort: Effort) -> None:

@@ -260,6 +260,11 @@ def _describe_comparisons(evidence: Evidence) -> tuple[str, ...]:
         sentences.append(f"not compared where a number is outside of a function's domain, {place}")
     for name, (count, size) in evidence.alone.items():
         sentences.append(f"NaN on one side alone there: up to {count} of {size} elements of the {name}")
+    for name, (count, size) in evidence.alone_at_zeros.items():
+        sentences.append(
+            f"NaN on one side alone where a divisor is zero, or a logarithm's argument: {count} of {size} elements of "
+            f"the {name}"
+        )
     for name, (count, size) in evidence.no_number.items():
         sentences.append(f"not a number on both sides: {count} of {size} elements of the {name}")
     return tuple(sentences)

@@ -136,7 +136,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         field: the arithmetic.
         axes: the bound mesh axes with their sizes, in the order of the dims in front.
         seen: what watches.
-        around: the line of the call whose equations these are, for those that know none.
+        around: the line of the call around the equations, which stands for an equation without a line.
     """
 
     field: Field
@@ -211,7 +211,7 @@ class Interpreter(JaxprInterpreter[Operand]):
     # What follows from floats
 
     def _compute_known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        """Results of what is known; what follows from comparisons of floats is compared with care."""
+        """The results of an equation with known operands; comparisons of what follows from floats are noted."""
         results = compute_known(equation, operands, self.rank, self.field.seed)
         if equation.primitive.name == "random_bits":
             self.field.chances = True
@@ -283,7 +283,7 @@ class Interpreter(JaxprInterpreter[Operand]):
     def shard_map(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A shard_map: arrays are cut into the pieces of all devices, and results put together again."""
         sizes = {name: equation.params["mesh"].shape[name] for name in compat.manual_axes(equation)}
-        # Dims of the axes of this shard_map come behind those that are bound around it.
+        # The dims of this shard_map's axes come after the dims of axes that are bound around it.
         inside = Interpreter(self.field, {**self.axes, **sizes}, self.seen)
         pieces = []
         for x, spec in zip(operands, equation.params["in_specs"], strict=True):
@@ -305,9 +305,9 @@ class Interpreter(JaxprInterpreter[Operand]):
         front = [n if name in split_axes else 1 for name, n in sizes.items()]
 
         def move(part: Any, lead: int) -> Any:
-            # split_shards reads a global array behind `lead` dims: the components, and the axes around.
+            # split_shards reads a global array after `lead` dims: the components, and the axes around.
             part = split_shards(part, _shift_spec(spec, lead), sizes)
-            # The dims of the axes that split it come first; they belong behind those that were there.
+            # The dims of the axes that split it come first; they belong after the dims that were there before.
             count = len(split_axes)
             part = np.moveaxis(part, range(count), range(lead, lead + count))
             return part.reshape(*part.shape[:lead], *front, *part.shape[lead + count :])
@@ -356,7 +356,7 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def scan(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A scan, round by round."""
-        # Constants, what is carried from round to round, and arrays of which each round gets a row.
+        # Constants, values that are carried from round to round, and arrays from which each round gets a row.
         consts, carry, scanned = scan_operands(equation, operands)
         # Unrolled: the length is known, and each round has other numbers.
         rounds = range(equation.params["length"])
@@ -406,7 +406,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         while True:
             [goes_on] = self.run(test, [*consts_of_test, *carry])
             rounds += 1
-            # In an order, which may be that of no input, the loop may never end.
+            # Perhaps no input has the order of this run: then the loop may never end.
             may_not_end = self.field.order is not None or rounds > _MOST_ROUNDS
             if may_not_end and self.field.marks.follows_floats(goes_on):
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
@@ -461,5 +461,5 @@ class Interpreter(JaxprInterpreter[Operand]):
 
 
 def _shift_spec(spec: PartitionSpec, lead: int) -> PartitionSpec:
-    """The same spec behind `lead` dims that nothing splits."""
+    """The same spec after `lead` dims that nothing splits."""
     return PartitionSpec(*[None] * lead, *spec)

@@ -24,6 +24,7 @@ from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import SEEDS, Field
 from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.square_roots import remember_roots
 from shardkit.testing.exact.numbers.tower import LEVELS
 from shardkit.testing.exact.numbers.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Element, Exact
 from shardkit.testing.exact.rules.linear_algebra import FACTORS
@@ -61,6 +62,7 @@ class Evidence(NamedTuple):
         no_number: by result, in how many of its elements both sides are no number, and how many it has.
         alone: by result, in how many of its elements one side alone is outside of the domain of a function, at most,
             and how many it has.
+        alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
     """
 
     field: Field
@@ -72,6 +74,7 @@ class Evidence(NamedTuple):
     outside: str
     no_number: dict[str, tuple[int, int]]
     alone: dict[str, tuple[int, int]]
+    alone_at_zeros: dict[str, tuple[int, int]]
 
 
 @dataclass
@@ -91,6 +94,7 @@ class ProgramPair:
         numbers: by result, which elements were numbers on both sides.
         no_number: by result, how many elements were no numbers on both sides, and how many there are.
         alone: by result, how many elements were outside of a domain on one side alone, at most, and how many there are.
+        alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
     """
 
     where: str
@@ -111,6 +115,7 @@ class ProgramPair:
     numbers: dict[str, np.ndarray] = attribute(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     alone: dict[str, tuple[int, int]] = attribute(default_factory=dict)
+    alone_at_zeros: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
     defined: bool = False
 
@@ -164,7 +169,8 @@ class ProgramPair:
         for number, side in enumerate(self.sides):
             field.coverage.side = (ON_MESH, ALONE)[number]
             side(field, None)
-        return crossings.solve(field, moved, before, after)
+        foreign = {key[:3] for key in self.coverage.foreign_keys()}  # but for their number of dims
+        return crossings.solve(field, moved, before, after, foreign)
 
     def _field(
         self,
@@ -194,6 +200,7 @@ class ProgramPair:
             self.outside,
             self.no_number,
             self.alone,
+            self.alone_at_zeros,
         )
 
     def run(self, points: int, order: int | None = None, kind: str = "") -> None:
@@ -246,11 +253,61 @@ class ProgramPair:
 
     def _compare_all(self, field: Field) -> None:
         """Refuses results of the program on the mesh that are not those of the one alone."""
+        # Orders decide branches by residues, which the laws of roots change: what counts is noted where it is compared.
+        if field.order is not None:
+            field.coverage = Coverage(identifies=self.coverage.identifies)
+        got, wanted = self._run_both(field)
+        coverage = field.coverage
+        compared = field
+        if field.roots.squares and not self._are_equal(field, got, wanted):
+            with_laws = self._make_with_laws_of_roots(field)
+            # What has no number with these laws is as it was without them.
+            with suppress(RedrawError, TooDeepError, UnknownValueError):
+                results = self._run_both(with_laws)
+                if self._are_equal(with_laws, *results):
+                    got, wanted = results
+                    coverage = with_laws.coverage
+                    compared = with_laws
+        if field.order is not None and coverage is not None:
+            self.coverage.merge(coverage)
+        alike = True
+        for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
+            if index < self.values or not field.planted:
+                alike &= self._compare(compared, index, name, x, y)
+        field.deepest = max(field.deepest, compared.deepest)
+        self.defined |= alike and field.order is None and not field.planted
+
+    def _make_with_laws_of_roots(self, field: Field) -> Field:
+        """The same field, in which multiples of roots are followed through products and quotients."""
+        points, seed, shallow, order, kind, scale, levels, _ = field.settings
+        other = Field(points, seed, shallow, order, kind, scale, levels, laws_of_roots=True)
+        other.centres = field.centres
+        other.elements = field.elements
+        # In a draw real values decide branches, which were noted before.
+        if field.order is not None:
+            other.coverage = Coverage(identifies=self.coverage.identifies)
+        with suppress(RedrawError):
+            remember_roots(other, field.roots, field.roots.degree_of_squares)
+        return other
+
+    def _are_equal(self, field: Field, got: Sequence[Operand], wanted: Sequence[Operand]) -> bool:
+        """Whether all results that are compared are equal."""
+        for index, (x, y) in enumerate(zip(got, wanted, strict=True)):
+            if index < self.values or not field.planted:
+                a, b = (z if isinstance(z, Exact) else field.lift(z) for z in (x, y))
+                if not find_equal(field, a, b).all():
+                    return False
+        return True
+
+    def _run_both(self, field: Field) -> tuple[list[Operand], list[Operand]]:
+        """The results of the program on the mesh, and of the one alone."""
         on_mesh, alone = self.sides
         try:
-            self.coverage.side = ALONE
+            if field.coverage is not None:
+                field.coverage.side = ALONE
             wanted = alone(field, None)
-            self.coverage.side = ON_MESH
+            if field.coverage is not None:
+                field.coverage.side = ON_MESH
             got = on_mesh(field, None)
         except UnsupportedError as error:
             raise UnprovableError(
@@ -263,11 +320,7 @@ class ProgramPair:
         except DiffersError as error:
             line = self._locate(field, 0, None)
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
-        alike = True
-        for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
-            if index < self.values or not field.planted:
-                alike &= self._compare(field, index, name, x, y)
-        self.defined |= alike and field.order is None and not field.planted
+        return got, wanted
 
     def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> bool:
         """Refuses a result that differs; whether both sides are outside of domains at the same elements."""
@@ -300,6 +353,9 @@ class ProgramPair:
         if alone.any() and not field.planted:
             most, _ = self.alone.get(name, (0, 0))
             self.alone[name] = max(most, int(alone.sum())), alone.size
+        elif alone.any():
+            most, _ = self.alone_at_zeros.get(name, (0, 0))
+            self.alone_at_zeros[name] = max(most, int(alone.sum())), alone.size
         return not alone.any()
 
     def _describe(self, field: Field, index: int, got: Exact, wanted: Exact) -> str:

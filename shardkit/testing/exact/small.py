@@ -60,13 +60,19 @@ def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int 
 def _shrink_one_by_one(
     function: Callable[..., Any], args: tuple[Any, ...], sizes: list[int], lowest: int, multiple: int
 ) -> dict[int, int]:
-    """For each size the smallest one that the function takes and that no other has; itself where there is none."""
+    """For each size the smallest one that the function takes and that no other has; itself where there is none.
+
+    Worked example: 32, 512 and 2048 with multiple=4. At least 8 are left, two for each of 4 devices: 32 becomes 8. 512
+    cannot become 8 too, and becomes 12; 2048 becomes 16.
+    """
     new_sizes = {n: n for n in sizes}
     for n in sizes:
-        for less in range(lowest, min(n, (_MOST + 1) * multiple), multiple):
-            # Two dims of one size would be taken for each other: a transposed matrix would be proved.
-            if less not in new_sizes.values() and _takes(function, args, {**new_sizes, n: less}):
-                new_sizes[n] = less
+        for candidate in range(lowest, min(n, (_MOST + 1) * multiple), multiple):
+            # Dims of one size could be mistaken for each other: a transposed matrix would be proved.
+            if candidate in new_sizes.values():
+                continue
+            if _takes(function, args, {**new_sizes, n: candidate}):
+                new_sizes[n] = candidate
                 break
     return new_sizes
 
@@ -74,14 +80,20 @@ def _shrink_one_by_one(
 def _shrink_together(
     function: Callable[..., Any], args: tuple[Any, ...], sizes: list[int], lowest: int, new_sizes: dict[int, int]
 ) -> dict[int, int]:
-    """Sizes of which one follows from the other, as 4096 and 3 * 4096, shrink together, by a power of two."""
+    """Sizes of which one follows from the other, as 4096 and 3 * 4096, shrink together, by a power of two.
+
+    One by one they cannot: a function that splits a projection [4096, 3 * 4096] in three takes no other size of one of
+    both. The largest power comes first that leaves each of them a multiple of `lowest`.
+    """
     for power in range(max(sizes, default=1).bit_length(), 0, -1):
         together = {}
         for n in sizes:
             if new_sizes[n] == n and n % (lowest << power) == 0:
                 together[n] = n >> power
-        is_new = not {*together.values()} & {*new_sizes.values()}
-        if together and is_new and _takes(function, args, {**new_sizes, **together}):
+        repeated = set(together.values()) & set(new_sizes.values())
+        if not together or repeated:
+            continue
+        if _takes(function, args, {**new_sizes, **together}):
             new_sizes = {**new_sizes, **together}
     return new_sizes
 
@@ -121,7 +133,8 @@ def _cut(x: Any, new_sizes: Mapping[int, int]) -> Any:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return _describe(x, new_sizes)
-    x = x[tuple(slice(new_sizes.get(n, n)) for n in x.shape)]
+    first_elements = tuple(slice(new_sizes.get(n, n)) for n in x.shape)
+    x = x[first_elements]
     if new_sizes and jnp.issubdtype(x.dtype, jnp.integer):
         # A token of 30,000 would be out of the bounds of a vocabulary that shrank to 12.
         return jnp.where(x < 0, x, x % min(new_sizes.values()))

@@ -82,8 +82,8 @@ def test_what_is_merged_under_the_name_of_another_operation_is_told_by_its_line(
 
 def test_the_layers_of_an_unrolled_body_are_not_walked(data8, monkeypatch):
     """Every sum with two operands used to double the walk, so that a scan over 40 unrolled layers never ended."""
-    visits, term = [], trip_counts._term
-    monkeypatch.setattr(trip_counts, "_term", lambda *args: visits.append(1) or term(*args))
+    visits, follow = [], trip_counts._follow
+    monkeypatch.setattr(trip_counts, "_follow", lambda *args: visits.append(1) or follow(*args))
 
     def layers(x, _):
         for _ in range(40):

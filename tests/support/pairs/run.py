@@ -27,11 +27,12 @@ from support.pairs.verdicts import OUTCOMES, Pair, Verdict, cause_of_alarm, draw
 
 # Where a divisor is zero, or a number outside of a function's domain for some inputs, a certificate says nothing, and
 # says that it does not: those are no false proofs. Every certificate has the first sentence, so this kind is excused
-# always; the second one stands only where a run has seen it.
+# always, and `TOLD` counts how many say more; the second one stands only where a run has seen it.
 EXCUSES = {
     "nan at ties": "or inputs for which a divisor or the argument of a logarithm is zero",
     "domain": "NaN on one side alone there: up to ",
 }
+TOLD = "NaN on one side alone where a divisor is zero"
 _CLEARED = 1000  # jax keeps what it traced: after so many pairs it forgets
 
 
@@ -45,6 +46,7 @@ class Tally:
         false: the wrong pairs that were proved, with the kind of their difference.
         broken: right pairs that numpy says differ: faults of the generator.
         alarms: of right pairs that were refuted, the causes with the first seeds.
+        told: of the pairs that are NaN at ties and were proved, how many certificates say so.
         refusals: of pairs that were refused or crashed, the causes with the first seeds.
         seconds: CPU time to draw, to evaluate and to prove.
     """
@@ -53,6 +55,7 @@ class Tally:
     mistakes: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     false: list[tuple[str, Pair]] = dataclasses.field(default_factory=list)
     broken: list[Pair] = dataclasses.field(default_factory=list)
+    told: int = 0
     alarms: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     refusals: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     seconds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -81,6 +84,7 @@ class Tally:
             self.broken.append(pair)
         elif kind is not None:
             self.mistakes[pair.mistake, verdict.outcome] += 1
+            self.told += kind == "nan at ties" and TOLD in verdict.message
             is_excused = kind in EXCUSES and EXCUSES[kind] in verdict.message
             if verdict.outcome == "proved" and not is_excused:
                 self.false.append((kind, pair))
@@ -97,6 +101,8 @@ class Tally:
             for cause, seeds in sorted(causes.items(), key=lambda each: -len(each[1])):
                 lines.append(f"{title}: {len(seeds):5} {cause}; seeds {', '.join(map(str, seeds[:3]))}")
         times = ", ".join(f"{name} {1e3 * seconds / total:.1f}" for name, seconds in self.seconds.items())
+        silent = self.counts["wrong: nan at ties", "proved"] - self.told
+        lines.append(f"NaN at ties, and proved: {self.told} by certificates that say so, {silent} by others")
         lines.append(f"{total} pairs; CPU ms a pair: {times}")
         lines.append(f"false proofs: {len(self.false)}; right pairs that are none: {len(self.broken)}")
         return "\n".join(lines)

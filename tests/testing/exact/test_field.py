@@ -6,16 +6,18 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from shardkit.testing.exact.crossings import DIVISOR, Crossings, Differences
 from shardkit.testing.exact.numbers.arithmetic import add, invert, matmul, multiply, negate, power, subtract, sum_dims
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
 from shardkit.testing.exact.numbers.constants import simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import SEEDS, Field
-from shardkit.testing.exact.numbers.functions import apply_function, square_root
+from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.logarithms import exp, find_whole_number, log, to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys
+from shardkit.testing.exact.numbers.square_roots import square_root
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithm
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
@@ -60,6 +62,36 @@ def test_inputs_near_constants_are_between_two_of_them():
     field.centres = (np.log(3), np.log(3.001))
     x = draw_input(field, "x", (4, 16)).real
     assert ((x > 3) & (x < 3.001)).sum() >= 3
+
+
+# A minimum of clipped rows is between its bounds if all rows are: of rows drawn on their own, in one of hundreds.
+def test_similar_inputs_differ_by_little_along_some_dims():
+    spreads = []
+    for seed in range(16):
+        x = draw_input(Field(1, seed, kind="similar"), "x", (4, 3)).real[0]
+        scale = np.maximum(np.abs(x).max(), 1)
+        spreads.append((np.ptp(x, 0).max() / scale, np.ptp(x, 1).max() / scale))
+    rows, columns = np.array(spreads).T < 0.5
+    assert rows.sum() >= 4 and columns.sum() >= 4 and (rows & columns).sum() >= 1
+    assert not (rows & columns).all()
+
+
+# A comparison that one side alone makes is solved for as often as all others together, a divisor less often.
+def test_crossings_prefer_comparisons_of_one_side():
+    crossings, foreign = Crossings(), (0, 9, "")
+    places = [(0, number, "") for number in range(10)] + [(0, number, DIVISOR) for number in range(10)]
+    for seed in range(40):
+        field = Field(1, seed, kind="crossed")
+        x = draw_input(field, "x", (2, 3))
+        moved = crossings.moved(field, [])
+        field.elements = (moved,)
+        differences = Differences(), Differences()
+        for y, noted in zip((x, draw_input(field, "x", (2, 3))), differences, strict=True):
+            for place in places:
+                noted.note(place, field, y, field.lift(np.zeros((1, 1), "f")))
+        crossings.solve(field, moved, *differences, {foreign})
+    divisors = sum(count for place, count in crossings.crossed.items() if place[2] == DIVISOR)
+    assert crossings.crossed[foreign] >= 15 and 2 <= divisors <= 12
 
 
 # Each is one line of the arithmetic; the components of every prime and point are looked at.

@@ -102,8 +102,12 @@ KNOWN = {
 }
 # What must be named in the message.
 UNKNOWN = {
-    "x / sqrt(x)": (lambda x: x / jnp.sqrt(x), jnp.sqrt, "sqrt"),
-    "sqrt(xy)": (lambda x, y: jnp.sqrt(x * y), lambda x, y: jnp.sqrt(x) * jnp.sqrt(y), "sqrt"),
+    "the square of a sum of roots": (
+        lambda x, y: (jnp.sqrt(x) + jnp.sqrt(y)) ** 2,
+        lambda x, y: x + y + 2 * jnp.sqrt(x * y),
+        "sqrt",
+    ),
+    "sqrt(3x)": (lambda x: jnp.sqrt(9 * x), lambda x: 3 * jnp.sqrt(x), "sqrt"),
     "tanh is odd": (lambda x: jnp.tanh(-x), lambda x: -jnp.tanh(x), "tanh"),
     "tanh by logistic": (jnp.tanh, lambda x: 2 * jax.nn.sigmoid(2 * x) - 1, "tanh"),
     "sin and cos": (lambda x: jnp.sin(x) ** 2 + jnp.cos(x) ** 2, jnp.ones_like, "cos or sin"),

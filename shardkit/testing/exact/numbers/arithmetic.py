@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.numbers.functions import find_squares
 from shardkit.testing.exact.numbers.infinities import (
     add_infinities,
     contract_infinities,
@@ -21,7 +20,11 @@ from shardkit.testing.exact.numbers.infinities import (
     sum_infinities,
 )
 from shardkit.testing.exact.numbers.logarithms import multiply_logarithm, to_number
-from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Exact, build_facts
+from shardkit.testing.exact.numbers.roots import NO_ROOT
+from shardkit.testing.exact.numbers.square_roots import find_common_roots, find_squares, multiply_roots
+from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Degree, Exact, build_facts
+
+_MOST_TERMS = 2**18  # of a product of matrices that is taken term by term
 
 
 def add(field: Field, x: Exact, y: Exact) -> Exact:
@@ -42,7 +45,11 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
     infinite, poison = add_infinities(field, x, y)
     used = np.maximum(x.used, y.used)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
-    return field.settle(Exact(number, facts, x.real + y.real, factor, x.degree.plus(y.degree)))
+    # c sqrt(x) + d sqrt(x) is (c + d) sqrt(x); a sum of other terms is a multiple of no root.
+    roots = None
+    if x.roots is not None and y.roots is not None:
+        roots = np.where(x.roots == y.roots, x.roots, NO_ROOT)
+    return field.settle(Exact(number, facts, x.real + y.real, factor, x.degree.plus(y.degree), roots))
 
 
 def negate(field: Field, x: Exact) -> Exact:
@@ -53,7 +60,7 @@ def negate(field: Field, x: Exact) -> Exact:
     if x.factor is not None:
         factor = field.invert_residues(x.factor, x.used[1])
     facts = build_facts(x.shape, -x.sign, -x.infinite, x.used[0], x.used[1], x.poison)
-    return replace(x, number=(p - x.number) % p, facts=facts, real=-x.real, factor=factor)
+    return replace(x, number=(p - x.number) % p, facts=facts, real=-x.real, factor=factor, is_power=False)
 
 
 def subtract(field: Field, x: Exact, y: Exact) -> Exact:
@@ -75,11 +82,20 @@ def multiply(field: Field, x: Exact, y: Exact) -> Exact:
             return product
     x = to_number(field, x)
     y = to_number(field, y)
-    number = x.number * y.number % field.residues.primes_of(x.number)
+    p = field.residues.primes_of(x.number)
+    number = x.number * y.number % p
     infinite, poison = multiply_infinities(field, x, y)
     used = np.maximum(x.used[0], y.used[0])
     facts = build_facts(number.shape[1:], x.sign * y.sign, infinite, used, poison=poison)
-    return field.settle(Exact(number, facts, x.real * y.real, degree=x.degree.times(y.degree)))
+    degree = x.degree.times(y.degree)
+    roots = None
+    if x.roots is not None or y.roots is not None:
+        factor, roots, degree_of_factor = multiply_roots(field, x.roots_or_zeros, y.roots_or_zeros)
+        if factor is not None:
+            number = number * factor % p
+            degree = degree.times(degree_of_factor)
+    is_power = x.is_power and y.is_power
+    return field.settle(Exact(number, facts, x.real * y.real, None, degree, roots, is_power))
 
 
 def power(field: Field, x: Exact, n: int) -> Exact:
@@ -90,32 +106,34 @@ def power(field: Field, x: Exact, n: int) -> Exact:
     if n < 0:
         return invert(field, power(field, x, -n))
     # The number of a root is random: its square, computed from it, would be another random number.
+    if n >= 2 and x.roots is not None:
+        return _power_of_squares(field, x, multiply(field, x, x).with_sign(1), n)
     if n >= 2:
         squares = find_squares(field, x)
         if squares is not None:
-            return _power_of_roots(field, x, squares, n)
+            return _power_of_squares(field, x, squares, n)
     sign: Any = x.sign
     if n % 2 == 0:
         sign = 1
     infinite = np.where(x.is_truly_infinite, TRULY * np.sign(x.infinite) ** n, 0)
     facts = build_facts(x.shape, sign, infinite, x.used[0], poison=x.poison)
     number = field.residues.power(x.number, n)
-    return field.settle(Exact(number, facts, x.real**n, degree=x.degree.to_the(n)))
+    degree = x.degree.to_the(n)
+    return field.settle(Exact(number, facts, x.real**n, None, degree, x.roots, x.is_power))
 
 
-def _power_of_roots(field: Field, roots: Exact, squares: Exact, n: int) -> Exact:
-    """sqrt(y)**n is y**(n / 2), or y**((n - 1) / 2) sqrt(y)."""
+def _power_of_squares(field: Field, x: Exact, squares: Exact, n: int) -> Exact:
+    """x**n by x**2, which is not what the residues of x give: (c sqrt(y))**3 is c**2 y times c sqrt(y)."""
     result = power(field, squares, n // 2)
     if n % 2:
-        result = multiply(field, result, roots).with_sign(1)
+        result = multiply(field, result, x)
     return result
 
 
 def invert(field: Field, x: Exact) -> Exact:
     """1 / x; that of zero is infinite, that of infinity zero."""
     x = to_number(field, x)
-    degree = field.degree_of_inverses(x.degree, x.number[0].size)
-    number = field.invert_residues(x.number, x.used[0])
+    number, roots, degree = _invert_numbers(field, x)
     zero = field.is_zero(x)
     if field.planted:  # zero in this draw, and for no reason of the program
         infinite = np.zeros(x.shape, int)
@@ -127,7 +145,31 @@ def invert(field: Field, x: Exact) -> Exact:
     number = np.where(x.is_truly_infinite, np.uint64(0), number)
     used = np.where(x.is_truly_infinite, 0, x.used[0])
     facts = build_facts(x.shape, x.sign, infinite, used, poison=poison)
-    return field.settle(Exact(number, facts, 1 / x.real, degree=degree))
+    return field.settle(Exact(number, facts, 1 / x.real, None, degree, roots, x.is_power))
+
+
+def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | None, Degree]:
+    """The residues of 1 / x, of which roots they are multiples, and their degree."""
+    if x.roots is None:
+        number = field.invert_residues(x.number, x.used[0])
+        return number, None, field.degree_of_inverses(x.degree, x.number[0].size)
+    if field.roots.ids_of_squares(x.roots).any():
+        # Of the root of a multiple of a root: 1 / x is x / x**2, and the square is one with fewer roots.
+        squares = multiply(field, x, x)
+        inverse, roots_of_inverse, degree = _invert_numbers(field, squares)
+        facts = build_facts(x.shape, used=x.used[0])
+        quotient = multiply(
+            field,
+            Exact(x.number, facts, x.real, None, x.degree, x.roots),
+            Exact(inverse, facts, x.real, None, degree, roots_of_inverse),
+        )
+        return quotient.number, quotient.roots, quotient.degree
+    # 1 / (c sqrt(y)) is sqrt(y) / (c y). The number is c h of a root h, and y / h**2 takes it to c y / h.
+    divisor = x.number * field.roots.corrections(x.roots[0]) % field.residues.primes_of(x.number)
+    degree_of_divisor = x.degree.times(field.roots.degree_of_squares)
+    inverse = field.invert_residues(divisor, x.used[0])
+    degree = field.roots.degree.times(field.degree_of_inverses(degree_of_divisor, x.number[0].size))
+    return inverse, x.roots, degree
 
 
 def divide(field: Field, x: Exact, y: Exact) -> Exact:
@@ -154,7 +196,10 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
     used = x.used.max(dims_of_parts, keepdims=keep, initial=0)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
     real = x.real.sum(dims_of_parts, keepdims=keep)
-    return field.settle(Exact(number, facts, real, factor, x.degree))
+    roots = None
+    if x.roots is not None:
+        roots = find_common_roots(x.roots, dims_of_parts, keep)
+    return field.settle(Exact(number, facts, real, factor, x.degree, roots))
 
 
 def _multiply_along(field: Field, x: np.ndarray, dim: int, keep: bool) -> np.ndarray:
@@ -172,6 +217,10 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     """[..., m, k] @ [..., k, n]."""
     x = to_number(field, x)
     y = to_number(field, y)
+    if x.roots is not None and y.roots is not None and not _have_common_roots(x, y):
+        # Each term of a sum has another product of roots, as in Q R, of columns of Q and rows of R.
+        products = multiply(field, x.move(lambda part: part[..., None]), y.move(lambda part: part[..., None, :, :]))
+        return sum_dims(field, products, [len(products.shape) - 2])
     number = field.residues.matmul(x.number, y.number)
     # [..., m, 1] and [..., 1, n]: a sum has used up what the worst of its terms has.
     used_of_rows = x.used[0].max(-1, keepdims=True, initial=0)
@@ -183,7 +232,25 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
         infinite, poison = contract_infinities(field, x, y)
     facts = build_facts(number.shape[1:], _find_common_sign(x, y), infinite, used, poison=poison)
     real = np.matmul(x.real, y.real)
-    return field.settle(Exact(number, facts, real, degree=x.degree.times(y.degree)))
+    degree = x.degree.times(y.degree)
+    roots = None
+    if x.roots is not None or y.roots is not None:
+        # [..., m, 1] and [..., 1, n]: one root for a row, or a column, where all terms of its sums have it.
+        roots_of_rows = find_common_roots(x.roots_or_zeros, (-1,), keep=True)
+        roots_of_columns = find_common_roots(y.roots_or_zeros, (-2,), keep=True)
+        factor, roots, degree_of_factor = multiply_roots(field, roots_of_rows, roots_of_columns)
+        if factor is not None:
+            number = number * factor % field.residues.primes_of(number)
+            degree = degree.times(degree_of_factor)
+    return field.settle(Exact(number, facts, real, None, degree, roots))
+
+
+def _have_common_roots(x: Exact, y: Exact) -> bool:
+    """Whether all terms of each sum of a product of matrices have the same two roots, or would be too many."""
+    if x.shape[-2] * y.number[0].size > _MOST_TERMS:
+        return True
+    x_is_common = bool((x.roots_or_zeros == x.roots_or_zeros[..., :1]).all())
+    return x_is_common and bool((y.roots_or_zeros == y.roots_or_zeros[..., :1, :]).all())
 
 
 def _find_common_sign(x: Exact, y: Exact) -> int:

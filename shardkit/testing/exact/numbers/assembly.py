@@ -1,7 +1,7 @@
 """Elements of several arrays put together in one: by a mask, along a dim, or from places.
 
-An `Exact` has up to four parts: its number, facts, real value and factor. Whatever moves elements moves all of them,
-behind the leading dim that each part has.
+An `Exact` has up to five parts: its number, facts, real value, factor and roots. Whatever moves elements moves all of
+them, behind the leading dim that each part has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
     number = np.where(mask, x.number, y.number)
     facts = np.where(mask, x.facts, y.facts)
     real = np.where(mask, x.real, y.real)
-    return Exact(number, facts, real, factor, degree)
+    roots = None
+    if x.roots is not None or y.roots is not None:
+        roots = np.where(mask, x.roots_or_zeros, y.roots_or_zeros)
+    return Exact(number, facts, real, factor, degree, roots)
 
 
 def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
@@ -41,8 +44,11 @@ def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
     factor = None
     if any(x.factor is not None for x in arrays):
         factor = join_arrays([x.factor_or_ones for x in arrays], dim, new, lead=1)
+    roots = None
+    if any(x.roots is not None for x in arrays):
+        roots = join_arrays([x.roots_or_zeros for x in arrays], dim, new, lead=1)
     degree = arrays[0].degree.plus(*(x.degree for x in arrays))
-    return Exact(number, facts, real, factor, degree)
+    return Exact(number, facts, real, factor, degree, roots)
 
 
 def join_arrays(arrays: Sequence[np.ndarray], dim: int, new: bool, lead: int = 0) -> np.ndarray:

@@ -20,9 +20,9 @@ import numpy as np
 from shardkit.testing.exact.numbers.arithmetic import invert, matmul, multiply, subtract
 from shardkit.testing.exact.numbers.assembly import join_exact, where
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.numbers.functions import square_root
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_keys
+from shardkit.testing.exact.numbers.square_roots import square_root
 from shardkit.testing.exact.numbers.tower import invert_by_power
 from shardkit.testing.exact.numbers.values import CONSTANT, INPUT, OUTSIDE, POISON, Degree, Exact
 

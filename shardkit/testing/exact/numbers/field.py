@@ -28,6 +28,7 @@ from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError
 from shardkit.testing.exact.numbers.marks import Marks
 from shardkit.testing.exact.numbers.residues import Residues
+from shardkit.testing.exact.numbers.roots import NO_ROOT, Roots
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
@@ -44,6 +45,7 @@ from shardkit.testing.exact.numbers.values import (
 # What real inputs are drawn as, draw by draw; in more draws each input is one of them.
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 MIXED = "mixed"  # of which each element is one of the kinds
+SIMILAR = "similar"  # of which rows, columns or all elements are one of the kinds, and differ by little
 # Inputs of which rows, or elements, are equal, or are zero, or where a comparison changes: a division by zero is then
 # the draw's, not the program's, and gradients are not compared, because the derivative of a maximum of equal numbers is
 # a matter of convention.
@@ -62,9 +64,9 @@ class Field:
         residues: the primes and the points, with the arithmetic of residues.
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, "narrow"; "" for one of KINDS for each.
-            CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its answer
-            (a maximum of equal numbers), and the others are of the other kind.
+        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, SIMILAR, "narrow"; "" for one of KINDS
+            for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its
+            answer (a maximum of equal numbers), and the others are of the other kind.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower are used: the highest ones.
         settings: the arguments it was made of.
@@ -85,8 +87,8 @@ class Field:
         coverage: what notes which way comparisons went, if any does.
         numbers_of_bits: by the residues of a word that stands for bits, the float: residues, facts and real value.
         degree_of_bits: bounds of the degree of all floats that became bits.
-        squares_of_roots: what a square root is of: by its residues, those of its square.
-        degree_of_squares: bounds of the degree of all numbers that a root was taken of.
+        roots: what is known of square roots.
+        laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
         grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
         halves: for a Cholesky factor L of A = L L^T: by the residues of L and of L^-1 B, what A^-1 B is, and its
             degree. So L^-T (L^-1 B) is known to be A^-1 B, without a root.
@@ -101,8 +103,9 @@ class Field:
         kind: str = KINDS[0],
         scale: float = 1.0,
         levels: int = LEVELS,
+        laws_of_roots: bool = False,
     ):
-        self.settings = (points, seed, shallow, order, kind, scale, levels)
+        self.settings = (points, seed, shallow, order, kind, scale, levels, laws_of_roots)
         self.points = points
         self.seed = seed
         self.shallow = shallow
@@ -110,6 +113,7 @@ class Field:
         self.kind = kind
         self.scale = scale
         self.levels = levels
+        self.laws_of_roots = laws_of_roots
         self.residues = Residues(points, seed, levels)
 
         # What the run has seen, which certificates and further draws read.
@@ -132,8 +136,7 @@ class Field:
         # Laws between numbers that their residues do not show.
         self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
         self.degree_of_bits = CONSTANT
-        self.squares_of_roots: dict[bytes, np.ndarray] = {}
-        self.degree_of_squares = CONSTANT
+        self.roots = Roots(self.residues.moduli)
         self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
         self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
 
@@ -145,6 +148,11 @@ class Field:
     def rounds(self) -> bool:
         """Whether floats were rounded to integers."""
         return bool(self.uninterpreted & ROUNDING)
+
+    @property
+    def divides(self) -> bool:
+        """Whether something was divided by what may be zero for some inputs, or a logarithm was taken of it."""
+        return self._divisions > 0 or self.domains
 
     @property
     def planted(self) -> bool:
@@ -247,7 +255,10 @@ class Field:
         infinite = np.where(no_number, 0, x.infinite)
         used = np.where(special, 0, x.used)
         facts = build_facts(x.shape, sign, infinite, used[0], used[1], x.poison)
-        return Exact(number, facts, real, factor, x.degree)
+        roots = x.roots
+        if roots is not None:
+            roots = np.where(special, NO_ROOT, roots)
+        return Exact(number, facts, real, factor, x.degree, roots)
 
     # Constants
 

@@ -4,7 +4,7 @@ Equal arguments have equal values, by one hash for a name; nothing else is known
 `tanh(y + x)`, because the arguments are equal, while a program that relies on `tanh(-x) = -tanh(x)` is not proved. Such
 a function is called uninterpreted, and a certificate lists them.
 
-A square root is one too, but for its square: the field remembers of which number each root is.
+A square root is one too, but for the laws of `roots.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
-from shardkit.testing.exact.numbers.values import INPUT, OUTSIDE, TRULY, Exact, build_facts
+from shardkit.testing.exact.numbers.values import INPUT, OUTSIDE, Exact, build_facts
 
 # Functions that are 0 or 1 at 0.
 _ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
@@ -110,37 +110,6 @@ def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:
     # Only limits that floats know: NaN of sin(inf) becomes poison, 1 of tanh(inf) a constant.
     limit = field.lift(np.where(is_infinite, x.real[0], 0.0))
     return where(is_infinite & (x.poison == 0), limit, x)
-
-
-def square_root(field: Field, x: Exact) -> Exact:
-    """The square root: uninterpreted, but that its square is x."""
-    x = to_number(field, x)
-    root = apply_function(field, "sqrt", x, sign=1)
-    # Which root is of which number is looked up by residues: the root itself has no other mark.
-    elements = zip(list_columns(root.number), list_columns(x.number), root.poison.reshape(-1), strict=True)
-    for word, square, poison in elements:
-        if not poison:
-            field.squares_of_roots[word.tobytes()] = square
-    field.degree_of_squares = field.degree_of_squares.plus(x.degree)
-    return root
-
-
-def find_squares(field: Field, x: Exact) -> Exact | None:
-    """The squares of an array whose elements are all square roots; None for others."""
-    if not field.squares_of_roots or not x.number.size:
-        return None
-    squares = []
-    for word, poison in zip(list_columns(x.number), x.poison.reshape(-1), strict=True):
-        square = word  # of what is no number: itself
-        if not poison:
-            square = field.squares_of_roots.get(word.tobytes())
-        if square is None:
-            return None
-        squares.append(square)
-    number = np.stack(squares, 1).reshape(x.number.shape)
-    infinite = np.where(x.is_truly_infinite, TRULY, 0)
-    facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
-    return field.settle(Exact(number, facts, x.real**2, degree=field.degree_of_squares))
 
 
 def list_columns(x: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
     for place, number, degree_of_factor in kept:
         squares.number[(slice(None), *place)] = number
         degree = degree.plus(degree_of_factor)
-    solution = solve(field, replace(squares, degree=degree), b)
+    solution = solve(field, replace(squares, degree=degree, roots=None), b)
     # y^T y = b^T A^-1 b, as a log-likelihood has it.
     keep_product(field, x, matmul(field, transpose(to_number(field, b)), solution))
     _keep_halves(field, factors, halves, solution)
@@ -129,7 +129,7 @@ def _take_halves(field: Field, factors: np.ndarray, halves: np.ndarray, x: Exact
                 solution, degree_of_solution = field.halves[key]
                 number[(*matrix, slice(None), column)] = solution
                 degree = degree.plus(degree_of_solution)
-    return replace(x, number=number, degree=degree)
+    return replace(x, number=number, degree=degree, roots=None)
 
 
 def _multiply_residues(field: Field, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -8,9 +8,9 @@ import numpy as np
 
 
 def mix(*words: Any) -> Any:
-    """Hashes the sum of 64-bit words, so that every bit of the result hangs on every bit of the sum.
+    """Hashes the sum of 64-bit words, so that every bit of the result depends on every bit of the sum.
 
-    It is the finalizer of splitmix64, behind the increment of that generator: without the increment, 0 would be hashed
+    It is the finalizer of splitmix64, after the increment of that generator: without the increment, 0 would be hashed
     to 0.
     """
     # Words of uint64 wrap around: the sum is modulo 2**64.

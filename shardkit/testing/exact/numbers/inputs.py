@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardkit.testing.exact.numbers.assembly import where
-from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, Field
+from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, SIMILAR, Field
 from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 
 _WIDTHS = {"wide": 16.0, "narrow": 0.1}
@@ -54,6 +54,8 @@ def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequenc
         values_by_kind = np.stack([_draw_real(field, rng, plain_kind, shape) for plain_kind in KINDS])
         chosen_kinds = rng.integers(len(KINDS), size=(1, *shape))
         return np.asarray(np.take_along_axis(values_by_kind, chosen_kinds, 0)[0])
+    if kind == SIMILAR:
+        return _draw_similar(field, rng, shape)
     real = rng.normal(size=shape) * field.scale
     if kind == "positive":
         return np.asarray(np.exp(real))
@@ -66,6 +68,18 @@ def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequenc
     if kind == "near":  # about the constants that are compared, and between two of them
         return _draw_near(_list_compared_constants(field), rng, real)
     return np.asarray(real)
+
+
+def _draw_similar(field: Field, rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Real values that differ by little along some dims.
+
+    The minimum of four clipped rows is between its bounds only if no row is below: of rows that are drawn on their own,
+    in one draw of hundreds; of similar ones, in one of three.
+    """
+    is_alike = rng.uniform(size=len(shape)) < 0.5
+    kind = str(rng.choice(KINDS))
+    first = _draw_real(field, rng, kind, np.where(is_alike, 1, shape).tolist())
+    return np.asarray(first + 0.1 * np.maximum(np.abs(first), 1) * rng.normal(size=shape) * field.scale)
 
 
 def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.ndarray) -> np.ndarray:

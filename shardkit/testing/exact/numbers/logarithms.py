@@ -55,7 +55,8 @@ def exp(field: Field, x: Exact) -> Exact:
     real = np.where(x.is_low, 0.0, np.exp(x.real))
     infinite = np.where(x.infinite == TRULY, TRULY, 0)
     facts = build_facts(x.shape, 1, infinite, used, poison=x.poison)
-    return field.settle(Exact(number, facts, real, degree=degree))
+    is_power = x.factor is None
+    return field.settle(Exact(number, facts, real, degree=degree, is_power=is_power))
 
 
 def log(field: Field, x: Exact) -> Exact:
@@ -90,10 +91,29 @@ def to_number(field: Field, x: Exact) -> Exact:
         p = field.residues.primes_of(number)
         # Minus the logarithm of 1 / factor is the logarithm of the factor; an inverse of a factor of zero is drawn
         # again, or is some number.
-        inverse = field.invert_residues(x.factor, x.used[1])
-        number = (number + p - field.residues.log(inverse)) % p
+        factor, is_root = _find_squares(field, x.factor)
+        inverse = field.invert_residues(factor, x.used[1])
+        logarithm = (p - field.residues.log(inverse)) % p
+        half = (p + np.uint64(1)) // np.uint64(2)
+        logarithm = np.where(is_root, logarithm * half % p, logarithm)
+        number = (number + logarithm) % p
     facts = build_facts(x.shape, 0, x.infinite, used, poison=x.poison)
     return field.settle(Exact(number, facts, x.real, degree=x.degree.plus(INPUT)))
+
+
+def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Roots by what they are of, of which the logarithm is twice as large; and bool [...], which elements are roots."""
+    is_root = np.zeros(factor.shape[1:], bool)
+    if not field.laws_of_roots or not field.roots.squares:
+        return factor, is_root
+    # [elements, components]
+    columns = np.ascontiguousarray(factor.reshape(len(factor), -1).T)
+    for place, word in enumerate(columns):
+        square = field.roots.squares.get(word.tobytes())
+        if square is not None:
+            columns[place] = square.number
+            is_root.flat[place] = True
+    return columns.T.reshape(factor.shape), is_root
 
 
 def multiply_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:

@@ -2,7 +2,7 @@
 
 A program that computes in the field has integers and booleans too, which are plain arrays. Those that were compared or
 rounded from floats are known for the inputs of one draw alone: in another draw another branch may be taken. A proof
-asks at each comparison of integers whether it hangs on floats.
+asks at each comparison of integers whether it depends on floats.
 
 Worked example: in `jnp.sum(x > 0) < 3` the comparison of x gives booleans that are marked as a decision. Their sum is
 marked because its operand is, and as natural: whatever x is, a count is not negative. So `< 3` could go both ways, and

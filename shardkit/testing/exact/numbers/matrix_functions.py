@@ -1,4 +1,4 @@
-"""Functions of a matrix without a law, as its eigenvalues: random numbers that hang on all its elements.
+"""Functions of a matrix without a law, as its eigenvalues: random numbers that depend on all its elements.
 
 Each matrix is hashed to one word for each component. Then each place of the result, as the number of an eigenvalue, is
 hashed with that word.
@@ -50,7 +50,7 @@ def apply_matrix_function(
         real: the real values, [1, ..., k] of vectors or [1, ..., k, l] of matrices.
         sign: the sign that is known of the results.
     """
-    # What is behind the dims of the mesh and the batch: [k] or [k, l].
+    # The dims after those of the mesh and the batch: [k] or [k, l].
     shape = real.shape[1 + len(a.shape) - 2 :]
     places = np.arange(shape[-1], dtype=np.uint64)
     if len(shape) == 2:

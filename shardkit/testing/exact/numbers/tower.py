@@ -90,8 +90,12 @@ def find_logarithm(level: int, value: int) -> int:
 
 def invert_by_power(x: np.ndarray, p: np.ndarray | np.uint64) -> np.ndarray:
     """x**(p - 2), which is 1 / x modulo a prime, or modulo one for each component; 0 for 0 (Fermat)."""
+    return raise_residues(x, np.asarray(p - np.uint64(2)), p)
+
+
+def raise_residues(x: np.ndarray, exponent: np.ndarray, p: np.ndarray | np.uint64) -> np.ndarray:
+    """x**exponent modulo a prime, by repeated squares; both may be one for each component."""
     result = np.ones_like(x)
-    exponent = np.asarray(p - np.uint64(2))
     while exponent.any():
         odd = exponent & np.uint64(1) == 1
         result = np.where(odd, result * x % p, result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -111,6 +112,10 @@ class Exact:
         real: float64 [1, ...], the values for the inputs that were drawn.
         factor: uint64 [components, ...]; None for 1.
         degree: bounds of its degree.
+        roots: int32 [1, ...], the id of the square root of which an element is a multiple (`roots.py`), 0 where none is
+            known; None where none is known for any.
+        is_power: whether all elements are products of exps, and of their powers: a power of 4 modulo each prime, of
+            which any root is another one.
     """
 
     # The parts that `move` moves, each behind its leading dim.
@@ -119,6 +124,8 @@ class Exact:
     real: np.ndarray
     factor: np.ndarray | None = None
     degree: Degree = CONSTANT
+    roots: np.ndarray | None = None
+    is_power: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,10 +162,13 @@ class Exact:
         """int8 [...], 0 for a number."""
         return self.facts[POISON]
 
-    @property
+    # Asked of every array, by each rule that it meets: it is kept, because no rule writes into the facts of another.
+    @cached_property
     def special(self) -> bool:
         """Whether an element is no number, or truly infinite."""
-        return bool(self.poison.any() or self.is_truly_infinite.any())
+        if self.poison.any():
+            return True
+        return bool(self.infinite.any() and self.is_truly_infinite.any())
 
     @property
     def factor_or_ones(self) -> np.ndarray:
@@ -167,12 +177,22 @@ class Exact:
             return np.ones_like(self.number)
         return self.factor
 
+    @property
+    def roots_or_zeros(self) -> np.ndarray:
+        """int32 [1, ...]: the ids of roots, 0 for numbers of which none is known."""
+        if self.roots is None:
+            return np.zeros((1, *self.shape), np.int32)
+        return self.roots
+
     def move(self, move: Callable[[np.ndarray], np.ndarray]) -> Exact:
         """Moves elements to other places: `move` acts on each part, behind its leading dim."""
         factor = None
         if self.factor is not None:
             factor = move(self.factor)
-        return Exact(move(self.number), move(self.facts), move(self.real), factor, self.degree)
+        roots = None
+        if self.roots is not None:
+            roots = move(self.roots)
+        return Exact(move(self.number), move(self.facts), move(self.real), factor, self.degree, roots, self.is_power)
 
     def row(self, dim: int, i: int) -> Exact:
         """The elements at a place of a dim, without it."""

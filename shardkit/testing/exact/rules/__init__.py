@@ -5,7 +5,7 @@ and its operands, of which at least one is an `Exact`; the others may be arrays 
 constants. An equation whose operands are all known is computed by numpy or by jax, in `known.py`.
 
 The dims of a mesh come first in every operand, `rank` of them, of size 1 where all devices have the same; those of the
-array come behind them. So one call of a rule computes the equation of all devices. Worked example: on a mesh of 2 by 4
+array come after them. So one call of a rule computes the equation of all devices. Worked example: on a mesh of 2 by 4
 devices a bias of shape [3], which is split along the second axis, is [1, 4, 3]. Its sum with an x of [2, 1, 5, 3] is
 [2, 4, 5, 3]: every device has another one.
 

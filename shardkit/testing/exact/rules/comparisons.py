@@ -108,7 +108,7 @@ def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
-    """sign, by the order, which has a place for every number."""
+    """sign, by the order, in which every number has a place."""
     # 1, 0 or -1: a constant of this draw, which depends on x as the outcome of a comparison does.
     keys = find_keys(scope.field, x)
     scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
@@ -122,7 +122,7 @@ def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) 
     low_keys = find_keys(field, low)
     keys = find_keys(field, x)
     high_keys = find_keys(field, high)
-    # Both edges are comparisons of their own: a wrong lower edge is seen where x is below it.
+    # Each edge is a comparison: a wrong lower edge shows where x is below it.
     below = scope.decide(equation, keys < low_keys, x, low, " from below")
     above = scope.decide(equation, keys > high_keys, x, high, " from above")
     if field.coverage is not None:
@@ -133,7 +133,7 @@ def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) 
 
 
 def select(scope: Scope, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
-    """select_n of two, by a known mask or number of the case."""
+    """select_n of two cases, by a known mask, or by the known number of the case."""
     mask = np.asarray(require_known(which, "select_n"), bool)
     no, yes = scope.lift(no, yes)
     dims = len(no.shape)

@@ -49,7 +49,7 @@ def _list_free_dims(shape: Sequence[int], contracted: Sequence[int], batch: Sequ
 
 
 def _group_dims(x: Exact, rank: int, groups: Sequence[Sequence[int]]) -> Exact:
-    """An array with the dims of each group as one, behind those of the mesh."""
+    """An array with the dims of each group as one, after those of the mesh."""
     lead = 1 + rank
     order = []
     shape = []
@@ -89,7 +89,7 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
         products = [_contract(scope, rows, w, dimension_numbers) for rows in groups]
         return join_operands(field, products, scope.rank, new=True)
     [group_dim] = numbers.rhs_group_dimensions
-    # The matrix of one group is without that dim, so that those behind it have one number less.
+    # The matrix of one group does not have that dim: the dims after it are counted one lower.
     matrix_contracted = tuple(dim - 1 if dim > group_dim else dim for dim in w_contracted)
     dimension_numbers = ((x_contracted, matrix_contracted), ((), ()))
     products = []

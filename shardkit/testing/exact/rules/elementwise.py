@@ -10,7 +10,9 @@ import numpy as np
 from shardkit.testing.exact.numbers import arithmetic, logarithms
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
-from shardkit.testing.exact.numbers.functions import apply_function, square_root
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.functions import apply_function
+from shardkit.testing.exact.numbers.square_roots import raise_power, square_root
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Known, Operand
 from shardkit.testing.exact.rules.scope import Scope
@@ -46,10 +48,11 @@ def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
 
 
 def divide(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """A quotient; that of integers drops its rest, and is uninterpreted."""
+    """div; the quotient of integers drops the remainder, and is an uninterpreted function."""
     x, y = scope.lift(x, y)
     if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
         return apply_function(scope.field, "div of integers", x, y)
+    scope.divide_by(equation, y)
     return arithmetic.divide(scope.field, x, y)
 
 
@@ -64,7 +67,7 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """pow: to a whole number that is known, a product; to a half, a root; else uninterpreted."""
+    """pow: of a known exponent a product if it is whole, by roots if it is quarters; else uninterpreted."""
     field = scope.field
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
@@ -72,11 +75,29 @@ def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         return apply_function(field, "pow", *scope.lift(x, y))
     if exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
         return arithmetic.power(field, scope.lift_one(x), int(exponent))
-    if exponent == 0.5:
-        return square_root(field, scope.lift_one(x))
-    if exponent == -0.5:
-        return arithmetic.invert(field, square_root(field, scope.lift_one(x)))
+    x = scope.lift_one(x)
+    if x.is_power:  # exp(x)**0.3 is exp(0.3 x)
+        return _raise_exp(field, x, float(exponent))
+    quarters = 4 * exponent
+    if quarters == np.round(quarters) and abs(exponent) <= _LARGEST_POWER:
+        return _multiply_roots_of(field, x, int(quarters))
     return apply_function(field, "pow", *scope.lift(x, y))
+
+
+def _raise_exp(field: Field, x: Exact, exponent: float) -> Exact:
+    """A product of exps to a power that is no whole number."""
+    result = raise_power(field, x, abs(exponent))
+    if exponent < 0:
+        return arithmetic.invert(field, result)
+    return result
+
+
+def _multiply_roots_of(field: Field, x: Exact, quarters: int) -> Exact:
+    """x to so many quarters: x**1.5 is the third power of its root, x**0.75 that of the root of its root."""
+    root = square_root(field, x)
+    if quarters % 2 == 0:
+        return arithmetic.power(field, root, quarters // 2)
+    return arithmetic.power(field, square_root(field, root), quarters)
 
 
 def _find_common_value(x: Operand) -> Any:
@@ -101,6 +122,7 @@ def exp(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def log(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log."""
+    scope.divide_by(equation, x)
     return logarithms.log(scope.field, x)
 
 
@@ -137,7 +159,7 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exact:
-    """A function of which nothing but its name is known."""
+    """A function without a law: equal arguments have equal values, and nothing else is known."""
     return apply_function(scope.field, equation.primitive.name, *scope.lift(*operands))
 
 

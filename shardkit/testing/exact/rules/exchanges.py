@@ -7,9 +7,9 @@ example, one psum. On a mesh of data=2, model=3, x has the shape [2, 1] + [5]: i
     psum over "model"    all three devices add the same: x times 3, [2, 1] + [5]
     psum over both       one after the other: [1, 1] + [5]
 
-The sum is that of the field, exact in any order: so a psum is whatever all devices together give. An all_gather takes
-the dim of the mesh axis to the dim that is gathered; a reduce_scatter sums, and takes a piece of that dim to the mesh
-axis; a ppermute reorders the rows of the mesh axis; an all_to_all exchanges it with the dim that is split.
+Sums in the field are exact, so that the order in which devices are added does not matter. An all_gather takes the dim
+of the mesh axis to the dim that is gathered; a reduce_scatter sums, and takes a piece of that dim to the mesh axis; a
+ppermute reorders the rows of the mesh axis; an all_to_all exchanges it with the dim that is split.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Devices:
         dims = sorted(self._find_dims(axes))  # pairs number the devices in the mesh's order
         devices = math.prod(self._sizes[dim] for dim in dims)
         # Of [(0, 1), (1, 2)] on three devices: device 1 reads row 0, device 2 row 1, and device 0, to which nobody
-        # sends, a row of zeros behind those of the devices, row 3. The senders are [3, 0, 1].
+        # sends, a row of zeros after those of the devices, row 3. The senders are [3, 0, 1].
         nobody = devices
         senders = np.full(devices, nobody)
         for sender, receiver in pairs:
@@ -210,9 +210,9 @@ class Devices:
     def exchange(self, x: Operand, axes: Sequence[str], split: int, to: int, tiled: bool) -> Operand:
         """all_to_all: dim `split` is cut into a piece for each device, and what arrives is joined along dim `to`.
 
-        Worked example, tiled over 4 devices: [4] + [8, 3] with split 0 and to 1 is cut to [4] + [4, 2, 3]. The dim of
-        the sender and that of the piece change places, so that dim 0 is the receiver; the pieces of all senders stand
-        along dim 1 of the result, [4] + [2, 12].
+        Worked example, tiled over 4 devices: [4] + [8, 3] with split 0 and to 1 is cut to [4] + [4, 2, 3]. The dims
+        of sender and piece are swapped, so that dim 0 is the receiver; the pieces of all senders are joined along dim 1
+        of the result, [4] + [2, 12].
         """
         dims = self._find_dims(axes)
 

@@ -36,6 +36,7 @@ from shardkit.testing.exact.numbers.elimination import (
     transpose,
 )
 from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.grams import complete_solution, keep_product, multiply_with_itself
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.matrix_functions import (
@@ -132,31 +133,39 @@ def factor_qr(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     # The columns on the left, at most as many as rows. For them R^T R = A^T A gives R but for the signs of its rows.
     left = take_block(a, slice(None), slice(0, m))
     squares = multiply_with_itself(field, left)
-    factor = factor_positive(field, squares)
+    lower = factor_positive(field, squares)
+    upper = transpose(lower)
     # Q = A R^-1 is the transposed solution of R^T Q^T = A^T.
-    upper = transpose(factor)
-    q = transpose(substitute(field, factor, transpose(left), lower=True, unit=False))
-    is_positive = _find_signs(scope, equation, left, np.diagonal(real_r, axis1=-2, axis2=-1))
+    q = transpose(substitute(field, lower, transpose(left), lower=True, unit=False))
+    # A negative sign on the diagonal of R negates a row of R, and the column of Q that it is multiplied with.
+    real_diagonal = np.diagonal(real_r, axis1=-2, axis2=-1)
+    is_positive = _find_signs(scope, equation, left, real_diagonal)
     q = where(is_positive[..., None, :], q, negate(field, q))
     r = where(is_positive[..., :, None], upper, negate(field, upper))
     if n > m:  # the other columns of R are Q^-1 A = R left^-1 A
-        solution = solve(field, left, take_block(a, slice(None), slice(m, n)))
-        r = join_exact([r, matmul(field, r, solution)], len(r.shape) - 1, new=False)
+        right = take_block(a, slice(None), slice(m, n))
+        other_columns = matmul(field, r, solve(field, left, right))
+        r = join_exact([r, other_columns], len(r.shape) - 1, new=False)
     q = field.settle(replace(q, real=real_q))
     r = field.settle(replace(r, real=real_r))
-
     if n <= m:
-        keep_product(field, upper, squares)
-        keep_product(field, r, squares)
-        identity = field.lift(np.broadcast_to(np.eye(n, dtype=np.float32), squares.shape))
-        keep_product(field, q, identity)
-        if m == n:
-            keep_product(field, transpose(q), identity)
+        _keep_qr(field, q, r, upper, squares)
     return [q, r]
 
 
+def _keep_qr(field: Field, q: Exact, r: Exact, upper: Exact, squares: Exact) -> None:
+    """Keeps that R^T R is A^T A, with any signs of R, and that Q^T Q is I: Q Q^T too if Q is square."""
+    m, n = q.shape[-2:]
+    keep_product(field, upper, squares)
+    keep_product(field, r, squares)
+    identity = field.lift(np.broadcast_to(np.eye(n, dtype=np.float32), squares.shape))
+    keep_product(field, q, identity)
+    if m == n:
+        keep_product(field, transpose(q), identity)
+
+
 def _find_signs(scope: Scope, equation: Any, a: Exact, diagonal: np.ndarray) -> np.ndarray:
-    """Whether each element of R's diagonal is positive, which follows from all of A."""
+    """Whether each element of R's diagonal is positive: a comparison of a random function of all of A with zero."""
     word = hash_elements(scope.field, "signs of qr", _flatten_matrices(a))
     x = apply_matrix_function(scope.field, "sign of qr", a, word, diagonal)
     return scope.decide(equation, find_keys(scope.field, x) >= 0, x, make_zero(scope.field, x))
@@ -183,7 +192,7 @@ def factor_symmetric(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     is_zero = np.argsort(nearest_to_zero, -1) < n - find_rank(field, a)[..., None]
     w = apply_matrix_function(field, "eigenvalues", a, word, values)
     w = fill_zeros(field, w, is_zero)
-    # The signs of the vectors hang on the triangle.
+    # LAPACK's signs of the vectors depend on the triangle that it reads.
     v = apply_matrix_function(field, f"eigenvectors {triangle}", a, word, vectors)
     return [v, w]
 

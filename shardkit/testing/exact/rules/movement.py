@@ -6,7 +6,7 @@ the elements; the result says where each element comes from, and so do the parts
 Worked example, a gather out of bounds. `x[jnp.array([2, 5])]` reads x of three elements [a, b, c], in the mode "fill":
 
     places    [0, 1, 2]                    of x in the flat source
-    source    [a, b, c, NaN]               one more element behind it, for what is read out of bounds
+    source    [a, b, c, NaN]               x and one element more, which is read out of bounds
     gather    of places at [2, 5] is [2, 3]  by jax, with 3 as fill_value
     result    [c, NaN]                     the elements of the source at these places
 
@@ -30,7 +30,7 @@ from shardkit.testing.exact.rules.binding import bind_primitive
 from shardkit.testing.exact.rules.operands import Known, Operand, is_key, require_known
 from shardkit.testing.exact.rules.scope import Scope
 
-# Of one operand, behind `lead` other dims
+# Of one operand, after `lead` other dims
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -140,7 +140,10 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     factor = None
     if any(x.factor is not None for x in sources):
         factor = _flatten_sources([x.factor_or_ones for x in sources], lead)
-    source = Exact(number, facts, real, factor, degree)
+    roots = None
+    if any(x.roots is not None for x in sources):
+        roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
+    source = Exact(number, facts, real, factor, degree, roots)
     results = []
     for places in places_of_results:
         results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))
@@ -172,7 +175,7 @@ def _fill_value(equation: Any) -> Any:
 def _find_places(equation: Any, operands: Sequence[Any], moved: Sequence[int], rank: int) -> list[np.ndarray]:
     """Where a primitive takes each element of its results from: its place in all operands that are moved, in a row.
 
-    The place behind the last element stands for what is read out of bounds.
+    The place after the last element stands for what is read out of bounds.
     """
     # A pad of x [3] with one filling: the places of x are [0, 1, 2], that of the filling is 3.
     total = 0
@@ -238,7 +241,7 @@ def _find_sliced_places(places: Sequence[np.ndarray], sizes: Sequence[int], rank
 
 
 def _find_updated_places(places: Sequence[np.ndarray], rank: int) -> np.ndarray:
-    """The places of a dynamic_update_slice: of the operand, but in the window those of the update."""
+    """The places of a dynamic_update_slice: of the update inside the window, of the operand elsewhere."""
     source = places[0].reshape(places[0].shape[rank:])
     sizes = places[1].shape[rank:]
     lead, windows = _list_windows(source.shape, places[2:], sizes, rank)

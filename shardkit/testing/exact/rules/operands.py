@@ -39,7 +39,7 @@ def lift_operand(field: Field, x: Operand) -> Exact:
 
 
 def move_operand(x: Operand, lead: int, move: Move) -> Operand:
-    """An operand with its elements at other places: `move(part, lead)` acts behind the first `lead` dims of a part."""
+    """An operand with its elements at other places: `move(part, lead)` acts on the dims after the first `lead`."""
     if isinstance(x, Exact):
         return x.move(lambda part: move(part, 1 + lead))
     return move(x, lead)

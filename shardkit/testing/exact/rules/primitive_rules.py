@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "expm1": elementwise.exp_minus_one,
     "one_minus_square": elementwise.one_minus_square,
     "logistic": elementwise.logistic,
-    # functions of which nothing but the name is known
+    # functions without a law
     "tanh": elementwise.function_without_law,
     "sin": elementwise.function_without_law,
     "cos": elementwise.function_without_law,
@@ -199,7 +200,7 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     results = rule(scope, equation, *operands)
     if not isinstance(results, list):
         results = [results]
-    # The line that a certificate names is the first one: values behind it are outside because of it.
+    # A certificate names the first line with such a value: later ones follow from it.
     if not scope.field.outside and any(_is_outside(x) for x in results):
         scope.field.outside = scope.line(equation)
     return results
@@ -207,13 +208,19 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
 
 def _is_outside(x: Operand) -> bool:
     """Whether an element is outside of the domain of a function."""
-    return isinstance(x, Exact) and bool((x.poison == OUTSIDE).any())
+    return isinstance(x, Exact) and x.special and bool((x.poison == OUTSIDE).any())
 
 
 def _has_complex(equation: Any) -> bool:
     """Whether an operand or a result is of complex numbers."""
     variables = (*equation.invars, *equation.outvars)
-    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in variables)
+    return any(_is_complex(v.aval.dtype) for v in variables)
+
+
+@cache
+def _is_complex(dtype: Any) -> bool:
+    """Whether a dtype is of complex numbers, asked of jax once."""
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def _describe_refusal(equation: Any) -> str:

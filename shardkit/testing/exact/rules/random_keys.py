@@ -65,7 +65,7 @@ def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np
 
 
 def _make_seed(x: np.ndarray) -> np.ndarray:
-    """A key of an integer, of which the halves are the data of the key."""
+    """The key of an integer seed: its two halves are the data of the key."""
     # jax.random.key(-1) has the data of 2**32 - 1, or of 2**64 - 1 with 64 bits.
     seed = x.astype(np.int64).view(np.uint64)
     if x.dtype.itemsize > 4:

@@ -71,7 +71,7 @@ def _find_extremes(keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.n
 
 
 def _flatten_dims(x: np.ndarray, dims: Sequence[int]) -> np.ndarray:
-    """An array with some of its dims as one, behind the others."""
+    """An array with some of its dims as one, after the others."""
     # [*kept dims, product of the reduced dims]
     kept_dims = [dim for dim in range(x.ndim) if dim not in dims]
     x = x.transpose(*kept_dims, *dims)

@@ -61,7 +61,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
         function = _round_away
     integers = _round_real(scope, x, name, function)
     # It counts as an input: it is another constant in another draw.
-    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # its sign is that of this draw
+    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # whose sign may be another one in another draw
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
 
 

@@ -4,7 +4,7 @@ A scatter is the transpose of a gather: the place that an update is written to i
 numbers reads. So jax's own gather, applied to the places of the elements, says where each update goes.
 
 Worked example: `x.at[jnp.array([2, 0, 5])].add(u)` with x of three elements. The gather of the places [0, 1, 2] reads
-[2, 0, 3], where 3 is what is out of bounds. u_0 is added to x_2, u_1 to x_0, and u_2 to one more element behind x,
+[2, 0, 3], where 3 is what is out of bounds. u_0 is added to x_2, u_1 to x_0, and u_2 to one more element after x,
 which is dropped.
 """
 
@@ -47,10 +47,10 @@ class _Writing(NamedTuple):
     places: np.ndarray
 
     def write(self, old: np.ndarray, new: np.ndarray, adds: bool) -> np.ndarray:
-        """A part of an operand, [components, ...], with that of the updates written into it, or added to it."""
+        """A part [components, ...] of an operand, with the same part of the updates written into it, or added."""
         old = self._flatten(old)
         new = self._flatten(new)
-        # One element behind the operand takes what is out of bounds, and is dropped.
+        # One element after the operand takes what is out of bounds, and is dropped.
         last = np.zeros((*old.shape[:2], 1), old.dtype)
         result = np.concatenate([old, last], -1)
         devices = np.arange(len(self.places))[:, None]

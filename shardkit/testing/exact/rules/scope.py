@@ -20,7 +20,7 @@ class Scope:
     Attributes:
         field: the arithmetic.
         rank: the number of mesh dims in front.
-        around: the line of the call whose equations these are, for those that know none.
+        around: the line of the call around the equation, which stands for an equation without a line.
     """
 
     field: Field
@@ -28,7 +28,7 @@ class Scope:
     around: str = ""
 
     def lift(self, *operands: Operand) -> list[Exact]:
-        """Operands in the field, with dims that broadcast: scalars get dims behind those of the mesh."""
+        """Operands in the field, with dims that broadcast: scalars get dims after those of the mesh."""
         # On a mesh of two devices, a scalar [2] and an array [1] + [4, 3] become [2] + [1, 1] and [1] + [4, 3].
         arrays = [self.lift_one(x) for x in operands]
         dims = max(len(x.shape) for x in arrays)
@@ -63,10 +63,15 @@ class Scope:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         return self.field.marks.add(np.asarray(truth), decision=True)
 
+    def divide_by(self, equation: Any, x: Exact) -> None:
+        """Notes what an equation divides by, or takes the logarithm of."""
+        if self.field.coverage is not None:
+            self.field.coverage.note_divisor(self.field, equation, x)
+
     def line(self, equation: Any) -> str:
         """Where an equation stands in the user's program."""
         return source_line(equation, self.around)
 
     def reduced_dims(self, equation: Any) -> list[int]:
-        """The dims of a reduction, behind those of the mesh."""
+        """The dims of a reduction, after those of the mesh."""
         return [self.rank + dim for dim in equation.params["axes"]]

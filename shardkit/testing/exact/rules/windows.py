@@ -2,7 +2,7 @@
 
 All of them read windows of an array. The places of all windows in the flat array, [windows, elements of one], are
 integers, and what is left is a matmul, a sum or a maximum over the last dim. What a window reads from the padding or
-between dilated elements is one more element behind the array.
+between dilated elements is one element more, after those of the array.
 
 Worked example: windows of 3 over [a, b, c, d] with stride 2 and a zero on each side are the places [[4, 0, 1],
 [1, 2, 3]] of [a, b, c, d, 0].
@@ -39,7 +39,7 @@ class WindowDim(NamedTuple):
         windows: how many there are.
         reads: elements of one.
         stride: from one to the next.
-        padding: before the first element and behind the last one, negative where elements are cut off.
+        padding: before the first element and after the last one, negative where elements are cut off.
         spread: how far the array's elements are apart, with nothing between them.
         step: from one element of a window to the next.
     """
@@ -102,22 +102,22 @@ def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     return np.where(is_inside, places, size)
 
 
-# Shapes behind the dims of the mesh
+# Shapes, without the dims of the mesh
 
 
 def _reshape(x: Exact, lead: int, shape: Sequence[int]) -> Exact:
-    """Another shape of the dims behind the first `lead`."""
+    """Another shape of the dims after the first `lead`."""
     return x.move(lambda part: part.reshape((*part.shape[: 1 + lead], *shape)))
 
 
 def _flatten(x: Exact, lead: int) -> Exact:
-    """The dims behind the first `lead` as one."""
+    """The dims after the first `lead` as one."""
     return _reshape(x, lead, [math.prod(x.shape[lead:])])
 
 
 def _transpose(x: Exact, lead: int, order: Sequence[int]) -> Exact:
-    """The dims behind the first `lead` in another order."""
-    first = 1 + lead  # behind the components and the mesh
+    """The dims after the first `lead` in another order."""
+    first = 1 + lead  # after the components and the mesh
     dims = [first + dim for dim in order]
     return x.move(lambda part: part.transpose(*range(first), *dims))
 
@@ -272,7 +272,7 @@ def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> 
         keys = find_keys(scope.field, x)
     else:
         keys = np.asarray(x, np.float64)
-    # [*mesh, elements], with the key of the padding behind them.
+    # [*mesh, elements], with the key of the padding after them.
     keys = keys.reshape(*keys.shape[: scope.rank], -1)
     last = np.full((*keys.shape[:-1], 1), filling)
     return np.concatenate([keys, last], -1)[..., places]

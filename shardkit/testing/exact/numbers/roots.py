@@ -1,0 +1,174 @@
+"""Square roots of one run: what each root is of, and which product of roots is which root.
+
+A root has no number in the field: half of all residues are no squares, and of a square the residues of x and -x have
+the same. So a root is drawn at random, as the value of a function without a law. Without more laws than that its square
+is x, sums and quotients are those of any number: (x + h) / h is x / h + 1. But x / h is not h, as x / sqrt(x) is
+sqrt(x). No choice of 1 / h makes both true, because h**2 is not x in the residues.
+
+So two programs are run once more where they differ, with the laws of roots (`Field.laws_of_roots`), by which a multiple
+of a root is always written with the root above the line:
+
+- an array says for each element of which root it is a multiple, c sqrt(x), by an id in `Exact.roots`;
+- the product of two multiples of the same root is c d x, and 1 / (c sqrt(x)) is sqrt(x) / (c x);
+- sqrt(x) sqrt(y) is sqrt(x y), whichever of both is computed first; so is sqrt(x / y) y, and sqrt(1 / x) is
+  sqrt(x) / x;
+- sqrt(4 x) is 2 sqrt(x), and so with 16 and 64: a norm over the root of 16 is the root of a mean over 16.
+
+A rule holds wherever the roots on its left have a value. So both sides of a rule are the same function of the inputs,
+and a number that a rule gives is as good as the one that it replaces: taken for polynomials of the inputs and of the
+drawn roots, results that are different functions remain different polynomials. A rule that is missing leaves a right
+program unproved, and no more. No rule says that sqrt(x**2) is x: it is the root of a number like any other.
+
+Worked example: `x / sqrt(x)`. The root is drawn as h and gets id 1. Its inverse, 1 / h, is written as h / x, which is
+again a multiple of root 1. So the quotient is x h / x, which is h: that of `sqrt(x)`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.values import CONSTANT, Degree
+
+NO_ROOT = 0  # the id of elements that are no multiples of a root
+
+
+class Root(NamedTuple):
+    """One root, or a product of roots, as residues.
+
+    Attributes:
+        number: uint64 [components].
+        inverse: uint64 [components], 1 / number.
+        square: uint64 [components], what it is the root of.
+        inverse_of_square: uint64 [components].
+        id_of_square: the id of the root of which `square` is a multiple itself.
+        used: how many primes exps have used up on the way to it.
+    """
+
+    number: np.ndarray
+    inverse: np.ndarray
+    square: np.ndarray
+    inverse_of_square: np.ndarray
+    id_of_square: int
+    used: int
+
+
+class Square(NamedTuple):
+    """What a root is of.
+
+    Attributes:
+        number: uint64 [components].
+        used: how many primes exps have used up on the way to it.
+    """
+
+    number: np.ndarray
+    used: int
+
+
+class Multiple(NamedTuple):
+    """What the root of a number is: a known multiple of a root.
+
+    Attributes:
+        id: that of the root.
+        factor: uint64 [components]; None for 1.
+    """
+
+    id: int
+    factor: np.ndarray | None
+
+    def times(self, factor: np.ndarray, moduli: np.ndarray) -> Multiple:
+        """The same, multiplied by a factor."""
+        if self.factor is None:
+            return self._replace(factor=factor)
+        return self._replace(factor=self.factor * factor % moduli)
+
+
+class Product(NamedTuple):
+    """What the product of two roots is: times a factor it is a multiple of a root.
+
+    Attributes:
+        factor: uint64 [components].
+        id: that of the root.
+        degree: of the factor times the product of both roots.
+    """
+
+    factor: np.ndarray
+    id: int
+    degree: Degree
+
+
+class Roots:
+    """The roots that a run has drawn.
+
+    Attributes:
+        ids: by the residues of a root, its id.
+        by_square: by the residues of a number, its root.
+        squares: by the residues of a root, what it is of.
+        products: of two roots, by their ids.
+        degree: a bound of the degree of all roots.
+        degree_of_squares: the same of what they are the roots of.
+        degree_of_inverses: and of its inverses.
+    """
+
+    def __init__(self, moduli: np.ndarray):
+        self._moduli = moduli
+        ones = np.ones_like(moduli)
+        self._roots = [Root(ones, ones, ones, ones, NO_ROOT, used=0)]
+        self.ids: dict[bytes, int] = {}
+        self.by_square: dict[bytes, Multiple] = {}
+        self.squares: dict[bytes, Square] = {}
+        self.products: dict[tuple[int, int], Product] = {}
+        self.degree: Degree = CONSTANT
+        self.degree_of_squares: Degree = CONSTANT
+        self.degree_of_inverses: Degree = CONSTANT
+        # [roots, components] and [roots], of the list above; built when they are asked for.
+        self._numbers = np.ones((0, len(moduli)), np.uint64)
+        self._corrections = self._numbers
+        self._ids_of_squares = np.zeros(0, np.int32)
+
+    def __getitem__(self, id: int) -> Root:
+        return self._roots[id]
+
+    def add(self, root: Root, key: bytes, key_of_inverse: bytes) -> int:
+        """The id of a new root. Its square and the inverse of that are found by these keys from now on."""
+        number = len(self._roots)
+        self._roots.append(root)
+        self.ids[root.number.tobytes()] = number
+        self.by_square.setdefault(key, Multiple(number, None))
+        # sqrt(1 / x) is sqrt(x) / x.
+        self.by_square.setdefault(key_of_inverse, Multiple(number, root.inverse_of_square))
+        return number
+
+    def numbers(self, ids: np.ndarray) -> np.ndarray:
+        """uint64 [components, ...]: the roots of ids [...]."""
+        self._build_tables()
+        return self._take(self._numbers, ids)
+
+    def corrections(self, ids: np.ndarray) -> np.ndarray:
+        """uint64 [components, ...]: x / h**2 for each root h of x. It makes c h d h the product c d x."""
+        self._build_tables()
+        return self._take(self._corrections, ids)
+
+    def ids_of_squares(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [...]: of which roots the squares are multiples."""
+        self._build_tables()
+        return self._ids_of_squares[ids]
+
+    def _take(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        return np.moveaxis(table[ids], -1, 0)
+
+    def _build_tables(self) -> None:
+        first = len(self._ids_of_squares)
+        fresh = self._roots[first:]
+        if not fresh:
+            return
+        p = self._moduli
+        numbers = np.stack([root.number for root in fresh])
+        inverses = np.stack([root.inverse for root in fresh])
+        squares = np.stack([root.square for root in fresh])
+        corrections = squares * inverses % p * inverses % p
+        ids = np.array([root.id_of_square for root in fresh], np.int32)
+        self._numbers = np.concatenate([self._numbers, numbers])
+        self._corrections = np.concatenate([self._corrections, corrections])
+        self._ids_of_squares = np.concatenate([self._ids_of_squares, ids])
