@@ -88,12 +88,12 @@ CASES = {
         lambda x: 3 * x, lambda x: 0 * x, A, A, f"{WRONG}: the reference's is zero; it comes from mul at @.",
     ),
     "a missing sum, before a function": (
-        lambda x: lax.psum(jnp.tanh(lax.psum(jnp.sum(x * x), "b")), "a"), lambda x: jnp.tanh(jnp.sum(x * x)), AB, P(),
-        f"{WRONG}. {FIRST} tanh at @, of a value that is the reference's only summed over 'a'.",
+        lambda x: lax.psum(jnp.sin(lax.psum(jnp.sum(x * x), "b")), "a"), lambda x: jnp.sin(jnp.sum(x * x)), AB, P(),
+        f"{WRONG}. {FIRST} sin at @, of a value that is the reference's only summed over 'a'.",
     ),
     "both sums": (
-        lambda x: lax.psum(jnp.tanh(jnp.sum(x * x)), ALL), lambda x: jnp.tanh(jnp.sum(x * x)), AB, P(),
-        f"{WRONG}. {FIRST} tanh at @, of a value that is the reference's only summed over 'b', 'a'."
+        lambda x: lax.psum(jnp.sin(jnp.sum(x * x)), ALL), lambda x: jnp.sin(jnp.sum(x * x)), AB, P(),
+        f"{WRONG}. {FIRST} sin at @, of a value that is the reference's only summed over 'b', 'a'."
         f"",
     ),
     "a missing sum, at the end": (
@@ -134,7 +134,7 @@ CASES = {
     ),
     "axes in another order": (
         lambda x: lax.all_gather(x, ("b", "a"), tiled=True), lambda x: x, AB, P(),
-        f"{WRONG}, only where 'a', 'b' is 1 to 4. The mistake is at @: with all_gather over 'a', 'b' in place of 'b', "
+        f"{WRONG}, only at 1 to 4 of dim 0. The mistake is at @: with all_gather over 'a', 'b' in place of 'b', "
         "'a', it is right.",
     ),
     "behind a right product of pieces": (
