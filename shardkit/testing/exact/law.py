@@ -42,7 +42,7 @@ from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
 from shardkit.testing.exact.size import check_size
-from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
+from shardkit.testing.one_device import Reference, Training, make_gradient, make_update
 from shardkit.testing.program import Program
 
 _STEPS = 2
@@ -172,7 +172,7 @@ class _TracedTraining(NamedTuple):
 def _trace_alone(training: Training, steps: int) -> _TracedTraining:
     optimizer = training.optimizer
     loss_and_gradient: Any = training.grad_fn
-    compute_gradient = gradient_of(loss_and_gradient)
+    compute_gradient = make_gradient(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> _Outputs:
         opt_state = wrap_optimizer(optimizer).init(params)
@@ -183,7 +183,7 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
             examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(training.key, index), examples)
             loss, metrics, grads = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
-            params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
+            params, opt_state = make_update(optimizer)(grads, opt_state, params, loss)
             carried = training.update_carried(carried, loss, metrics, params)
             losses.append(loss)
             metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
