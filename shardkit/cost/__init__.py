@@ -7,7 +7,9 @@ Start with `collectives.py`, the bytes of a collective, and `links.py`, its time
 from shardkit.cost.activations import activation_memory
 from shardkit.cost.collectives import bus_factor, collective_time, wire
 from shardkit.cost.crossovers import bucket_bytes, scatter_from
+from shardkit.cost.crossovers import ring_from as ring_from
 from shardkit.cost.hardware import Chip, chip, chips, group_bandwidth
+from shardkit.cost.hardware import chip_of as chip_of
 from shardkit.cost.links import Link, Links, links
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
