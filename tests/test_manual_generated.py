@@ -43,7 +43,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_the_public_names_are_few():
-    """A helper that a face exports because its module has it; what enters above this number, something leaves for."""
+    """Catches a helper that a face exports only because its module has it: for a name above 250 another one leaves."""
     paths = {name.path for face in reference.FACES for name in reference.names(face)}
     assert len(paths) <= 250
 

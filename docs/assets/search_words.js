@@ -10,7 +10,7 @@
 
   const requireAll = (query) => {
     if (!query.trim() || OPERATORS.test(query)) return query;
-    const require = (word) => (OPTIONAL.test(word) ? word : `+${word}`);
+    const require = (word) => (OPTIONAL.test(word) ? word : `+${word}*`); // with *: a word that begins so
     return query.trim().split(/\s+/).map(require).join(" ");
   };
 
@@ -33,7 +33,8 @@
     answer(message) {
       if (message.type === RESULT) {
         const query = this.asked.shift();
-        if (query && !message.data.items.length) {
+        // Not if the reader has typed on: the answer to the older query would come last, and stay.
+        if (query && !message.data.items.length && !this.asked.length) {
           this.asked.push(null);
           this.inner.postMessage({ type: QUERY, data: query });
           return;

@@ -48,9 +48,11 @@ class Dependence(FactInterpreter[bool]):
         self.values = values
 
 
-def without_unused(closed: Any) -> ClosedJaxpr:
-    """A program without the equations that no result needs."""
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+def without_unused(closed: Any, used: Sequence[bool] | None = None) -> ClosedJaxpr:
+    """A program of all its results, or of the used ones, without the equations that none of them needs."""
+    if used is None:
+        used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, list(used), instantiate=True)
     return ClosedJaxpr(jaxpr, closed.consts)
 
 

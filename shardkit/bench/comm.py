@@ -163,6 +163,7 @@ def _check_kinds(dtypes: Sequence[str], redops: Sequence[str]) -> None:
 
 
 def _check_signatures(ways: Mapping[str, Way], operation: Operation, redop: str, axes: tuple[str, ...]) -> None:
+    # The numbers of devices and elements do not matter here, only which keyword arguments there are.
     options = operation.arguments(redop, 2, 2)
     for name, way in ways.items():
         signature = inspect.signature(way.kernel)
@@ -329,6 +330,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     mesh = sweep.mesh
     n = sweep.n
     options = operation.arguments(sweep.redop, n, count)
+    # Every device begins with other numbers. The reference sees them as blocks along the mesh's axes.
     block = operations.values(sweep.dtype, mesh.size, n, operation.block(n, count))
     by_axes = block.reshape(*mesh.devices.shape, -1)
     expected = reference.over_mesh(partial(operation.reference, **options), by_axes, dict(mesh.shape), sweep.axes)
@@ -354,6 +356,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
     records = measure(WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, refuse=False)
+    # Each process has compared the blocks of its own devices.
     wrong = of_all_processes([compared[record["case"]].wrong for record in records])
     result = []
     for record, elements in zip(records, wrong, strict=True):
@@ -406,6 +409,7 @@ def _add_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
         "busbw_GBps": busbw,
         "of_chip": of_chip,
     }
+    # The long ones stay last, for whoever reads a line of the file.
     last = {key: record.pop(key) for key in ("samples", "environment")}
     return record | figures | last
 

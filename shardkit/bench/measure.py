@@ -316,6 +316,7 @@ def _loop_inside_jit(case: Case, calls: int, donate: bool) -> Callable[..., tupl
         return case.repeated(calls)
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
+        # A loop's carry has one type from the start: begin with zeros in place of the value of a call.
         _, shapes = jax.eval_shape(case.step, carry, *args)
         value = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
@@ -351,6 +352,7 @@ def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[
 
 
 def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
+    # Every round starts from the same carry, which the loop may consume: from a copy in the same layout.
     shardings = jax.tree.map(lambda x: x.sharding, case.carry)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
 
@@ -366,6 +368,7 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
         finally:
             gc.enable()
         sample = Sample(wall * 1e6 / calls, cpu * 1e6 / calls)
+        # Outside the timed part: the comparison moves the results to the host.
         return sample, jax.tree.map(np.asarray, case.checked(carry, value))
 
     return run

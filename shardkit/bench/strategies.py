@@ -249,6 +249,7 @@ class CaseBuilder:
 
     def build(self, name: str, grad_fn: Any, plan: sk.Plan, *, accumulate: int = 1, manual: Any = None) -> Case:
         """A step of `make_train_step`, and its state."""
+        # A case and jit's step in the same layouts share it: its state is made once.
         if name not in self._built:
             params = self.work.params
             mesh = self.mesh
@@ -466,6 +467,7 @@ def _compile(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
     compiler_options |= options
     program = traced.lower().compile(compiler_options=compiler_options)
     compiled = read_compiled(traced, program, (case.carry, *case.args))
+    # What is timed is the compiled program itself, without the Python of a step around it.
     carry = case.carry
     args = case.args
     if isinstance(carry, sk.TrainState):  # the key of a step stays outside jit
@@ -495,6 +497,7 @@ def _find_tolerance(one_device: Case) -> float:
         carry, value = one_device.step(copy(one_device.carry), batch)
         return jax.tree.map(np.asarray, _select_results(carry, value))
 
+    # The same examples in another order: each sum over the batch is rounded otherwise, and nothing else changes.
     results = run(batch)
     reversed_batch = jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), batch)
     changed, _, _ = difference(run(reversed_batch), results, 0.0)

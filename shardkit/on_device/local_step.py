@@ -18,9 +18,9 @@ from shardkit.on_device.batch import bind_token_axes, device_keys, split_microba
 from shardkit.on_device.gradient import GradFn, LossFn, WithCarried, call_loss, loss_alone
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, open_entries, parts
-from shardkit.on_device.loss_results import named_means
+from shardkit.on_device.loss_results import named_means, terms_by_name
 from shardkit.on_device.loss_weights import in_compute
-from shardkit.on_device.means import Sum, is_mean, kind, terms_of
+from shardkit.on_device.means import Sum, is_mean, kind
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.one_device import call_on_one_device, call_untyped, note_type_errors
 from shardkit.on_device.pipelines import Staged
@@ -89,23 +89,25 @@ def local_gradients(
     return batch, means, grads
 
 
-def local_loss(
-    grad_fn: GradFn, params: Any, batch: Any, keys: jax.Array, placement: Placement, policy: Precision
-) -> tuple[Any, ...]:
-    """The Means of which the loss of this device's examples is the sum, without gradients; `params` are of `enter`.
+def local_terms(
+    grad_fn: GradFn, params: Any, batch: Any, keys: Any, placement: Placement, policy: Precision
+) -> dict[str, tuple[Any, ...]]:
+    """The Means of this device's examples by name, without gradients; `params` are of `enter`.
 
     Cost: what the loss sends.
     """
 
-    # Terms of a sum of means are not combined here: that would divide by the weights of all devices, and who compares
-    # losses of parts of the examples wants those of each part.
-    def terms_of_batch(batch: Any) -> tuple[Any, ...]:
+    def terms_of_batch(batch: Any) -> dict[str, tuple[Any, ...]]:
         with loss_alone():
-            loss, _, _ = grad_fn(params, batch, keys)
-        return terms_of(loss)
+            loss, aux, _ = grad_fn(params, batch, keys)
+        return terms_by_name({"loss": loss, **aux})
 
     def numbered_means(batch: Any) -> dict[str, Any]:
-        return {str(number): mean for number, mean in enumerate(terms_of_batch(batch))}
+        numbered = {}
+        for name, terms in terms_of_batch(batch).items():
+            for number, mean in enumerate(terms):
+                numbered[f"{name} {number}"] = mean
+        return numbered
 
     with _layout_bound(placement):
         batch = in_compute(
@@ -188,8 +190,8 @@ def _check_names(aux: Mapping[str, Any]) -> None:
 
 def _check_gradients(params: Any, grads: Any) -> None:
     """Refuses gradients that differ in tree or shape from the parameters that the GradFn got."""
-    rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
-    remedy = "Return what value_and_grad returns, or pytrees like it."
+    rule = "make_train_step: a GradFn must return a gradient of every parameter, with its shape"
+    remedy = "Return the same as value_and_grad, or pytrees like it."
     leaves = parts(params)
     ours = str(jax.tree.structure(grads))
     theirs = str(jax.tree.structure(leaves))

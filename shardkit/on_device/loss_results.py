@@ -52,6 +52,21 @@ def named_means(out: Any) -> dict[str, Any]:
     return {"loss": loss, **aux}
 
 
+def terms_by_name(means: Mapping[str, Any]) -> dict[str, tuple[Mean, ...]]:
+    """Named means without trees and sums: the terms of the loss, and each Mean of a tree by its path.
+
+    Terms of a sum of means are not combined here: that would divide by the weights of all devices, and who compares
+    losses of parts of the examples wants those of each part.
+    """
+    terms = {"loss": terms_of(means["loss"])}
+    for name, value in means.items():
+        if name == "loss":
+            continue
+        for path, mean in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_mean):
+            terms[path_name((jax.tree_util.DictKey(name), *path))] = (mean,)
+    return terms
+
+
 @jax.custom_jvp
 def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
     """The weight of a loss, beside its total; differentiating it is an error: gradients are those of the total."""
@@ -64,8 +79,8 @@ def _weight_jvp(primals: Any, tangents: Any) -> Any:
     tangent, _ = tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
         raise TypeError(
-            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
-            "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+            "Mean: the weight of a loss must not depend on the parameters, because the step differentiates the total "
+            "alone; this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
         )
     return weight, tangent
 

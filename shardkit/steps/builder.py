@@ -108,9 +108,9 @@ def make_train_step(
             memory holds both, and you may use arrays of one state in another.
         examples: "apart": the loss is a sum over examples, and so the same on every mesh. The first call of the step
             refuses a loss that mixes examples, such as negatives or statistics of the batch without a collective. It
-            does not check a loss that sends over an axis of the batch, nor a pipeline. "mixed": the loss may mix the
-            examples of one device (with `accumulate`, of one microbatch), as in a norm over the batch of each device.
-            The loss of the step is then the mean over the devices.
+            does not check a loss that sends over an axis of the batch, nor a pipeline. It warns of metrics that mix
+            examples. "mixed": the loss may mix the examples of one device (with `accumulate`, of one microbatch), as
+            in a norm over the batch of each device. The loss of the step is then the mean over the devices.
         check: whether the first call also refuses a program if `sk.lint` finds wrong numbers or a deadlock in it, such
             as one dropout mask for the columns of all devices. False leaves out all checks of the first call.
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, mesh_in_context
 from shardkit._arguments.typed import ARRAYS, check_kind, typed
-from shardkit.on_device.batch import batch_specs
+from shardkit.on_device.batch import batch_specs, example_axes
 from shardkit.on_device.gradient import LossFn, takes_carried
 from shardkit.on_device.local_step import local_means, note_split_leaf
+from shardkit.on_device.loss_results import terms_by_name
 from shardkit.on_device.mean_sums import global_means
 from shardkit.on_device.metrics import cast_metrics, metrics_of
+from shardkit.on_device.pipelines import Staged
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import fit_plan
@@ -24,6 +29,8 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_storage, pad_leaves
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
+from shardkit.steps.examples import Examples, find_mixed
+from shardkit.steps.first_call import warn_of_metrics
 from shardkit.steps.state import TrainState, call_initializer, is_initializer
 from shardkit.steps.state_layouts import attach_shardings, shardings
 
@@ -42,8 +49,17 @@ class Evaluate:
 
     __name__ = "evaluate"  # in profiles and reports
 
-    def __init__(self, run: Any, plan: Plan, mesh: Any, manual: tuple[str, ...]):
+    def __init__(
+        self,
+        run: Any,
+        plan: Plan,
+        mesh: Any,
+        manual: tuple[str, ...],
+        find_mixed: Callable[[Any, Any, Any], dict[str, str]],
+    ):
         self._run = run
+        self._find_mixed = find_mixed
+        self._is_first = True
         self._plan = plan
         self._mesh = mesh
         self._manual = manual
@@ -53,11 +69,19 @@ class Evaluate:
         if isinstance(params, TrainState):
             raise TypeError("evaluate: params must be the parameters; got a TrainState. Pass state.params.")
         try:
-            return self._run(params, batch, carried)
+            metrics = self._run(params, batch, carried)
+            self._check_first(params, batch, carried)
+            return metrics
         except (TypeError, ValueError):  # jax's names no argument
             check_kind("evaluate", "params", params, (ARRAYS,))
             check_kind("evaluate", "batch", batch, (ARRAYS,))
             raise
+
+    def _check_first(self, params: Any, batch: Any, carried: Any) -> None:
+        """Warns at the first call with numbers of a loss or metrics in which examples meet."""
+        if self._is_first and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch))):
+            self._is_first = False
+            warn_of_metrics("evaluate", self._find_mixed(params, batch, carried), stacklevel=4)
 
     def trace(self, params: Any, batch: Any, carried: Any = None) -> jax.stages.Traced:
         """The program of one call, as a jaxpr."""
@@ -99,7 +123,8 @@ def make_eval_step(
 
     Returns:
         An Evaluate. Its metrics are "loss", "weight" and the auxiliary means, float32. Pass `state.carried` if the loss
-            takes carried state.
+            takes carried state. Its first call warns of a loss or a metric that mixes examples, such as the root of
+            their mean, because each device computes it of its own examples.
 
     Raises:
         ValueError: as `make_train_step`. From `evaluate`, for parameters that another plan pads or stores in the order
@@ -160,6 +185,32 @@ def make_eval_step(
         out = None if callers_mesh is mesh else NamedSharding(callers_mesh, _REPLICATED)
         return jax.jit(wrap_for_explicit_axes(partial(evaluate, plan), callers_mesh), out_shardings=out)
 
+    def find_mixed_examples(params: Any, batch: Any, carried: Any) -> dict[str, str]:
+        if isinstance(loss_fn, Staged):
+            return {}
+        if mesh is not callers_mesh:
+            params, batch, carried = change_axis_types((params, batch, carried), mesh)
+        first_plan = plan if all_manual else record_automatic_splits(plan, params, axes)
+        placement = first_plan.placement(params, mesh)
+        state = Carried("evaluate", carried, params, placement)
+
+        def compute(params_at_rest: Any, carried: Any, batch: Any, keys: None) -> dict[str, tuple[Any, ...]]:
+            weights = enter(params_at_rest, placement, policy)
+            entered = [state.enter(carried, policy)] if reads else []
+            return terms_by_name(local_means(loss_fn, weights, batch, placement, policy, *entered, local=local))
+
+        has_16_bits = bool(jnp.finfo(policy.compute).bits < 32)
+        axes_of_examples = example_axes(placement.batch)
+        examples = Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, has_16_bits, compute)
+        # jax.set_mesh of a mesh with Explicit axes may surround the call.
+        with jax.set_mesh(mesh) if mesh is not callers_mesh else nullcontext():
+            try:
+                return find_mixed(examples, params, batch, key=None)
+            except (TypeError, ValueError):
+                # The loss has run, and cannot be traced for twice as many examples: it is written for so many on each
+                # device, and so for this mesh alone.
+                return {}
+
     all_manual = set(axes) == set(mesh.axis_names)
     run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)
-    return Evaluate(run, plan, callers_mesh, axes)
+    return Evaluate(run, plan, callers_mesh, axes, find_mixed_examples)

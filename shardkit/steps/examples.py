@@ -1,16 +1,16 @@
-"""Whether the loss of a step adds over its examples, so that it is the same number on every mesh.
+"""Whether the loss and the metrics of a step add over its examples, so that they are the same on every mesh.
 
-Each device computes the loss of its own examples, and the step divides the sum of the totals by that of the weights.
-Most losses are seen to add over their examples in their trace (`on_device/additive.py`), which compiles and runs
-nothing. Where the trace does not tell, the loss of the examples of two devices together is compared with those of both,
-with the numbers of the first batch and with others in their place, as NaN: a guard such as
+Each device computes the loss of its own examples, and the step divides the sum of the totals by that of the weights;
+so it does with each metric. Most are seen to add over their examples in their trace (`on_device/additive.py`), which
+compiles and runs nothing. Where the trace does not tell, the loss of the examples of two devices together is compared
+with those of both, with the numbers of the first batch and with others in their place, as NaN: a guard such as
 `jnp.where(jnp.isnan(loss), 0, loss)` is the same on every mesh until the first NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -20,17 +20,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._jax.compat import varying_axes
+from shardkit._jax.dependence import without_unused
 from shardkit.collectives import all_reduce, shift, vary
 from shardkit.on_device.additive import Loss, read_loss
-from shardkit.on_device.batch import device_keys, example_axes, split_microbatches, take_microbatch
-from shardkit.on_device.example_states import Rows, State, any_whole
-from shardkit.on_device.local_step import local_loss
-from shardkit.on_device.pipelines import Staged
-from shardkit.on_device.seam import enter
+from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch
+from shardkit.on_device.example_states import Met, Rows, State, any_whole
 from shardkit.plans.plan import Placement
-from shardkit.steps.carry import Carried
-from shardkit.steps.state import TrainState
-from shardkit.steps.train import TrainProgram
 
 # The largest difference, as a share of the losses, that is taken for rounding: of float32, and of 16 bits.
 ROUNDING = 2e-5
@@ -41,28 +36,34 @@ class WrongProgramError(ValueError):
     """What the first call of a step refuses, because it would give other numbers than one device."""
 
 
-class _Split(NamedTuple):
-    """How a step splits its examples, and what its loss is called with."""
+class Examples(NamedTuple):
+    """How a step or an evaluation splits its examples, and what it computes of them.
 
-    program: TrainProgram
+    Attributes:
+        placement: where each leaf of the parameters is.
+        carried: the carried state, and its layouts.
+        carried_specs: these layouts.
+        manual: the axes that are Manual.
+        axes: the mesh axes that split the examples.
+        parts: of a device's examples, as microbatches.
+        has_16_bits: whether it is computed with 16 bits.
+        compute: `compute(params, carried, batch, keys)`, the terms of the loss and of each metric by name, in
+            shard_map.
+    """
+
     placement: Placement
-    carried: Carried
-    axes: tuple[str, ...]  # the mesh axes that split the examples
-    parts: int  # of a device's examples, as microbatches
+    carried: Any
+    carried_specs: Any
+    manual: tuple[str, ...]
+    axes: tuple[str, ...]
+    parts: int
+    has_16_bits: bool
+    compute: Callable[[Any, Any, Any, Any], dict[str, tuple[Any, ...]]]
 
     @property
     def devices(self) -> int:
         """Among how many devices the examples are split."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.axes)
-
-    def loss(self, params: Any, carried: Any, batch: Any, keys: Any) -> tuple[Any, ...]:
-        """The Means of a device's loss, inside shard_map."""
-        policy = self.program.policy
-        grad_fn = self.program.grad_fn
-        weights = enter(params, self.placement, policy)
-        if self.program.reads:
-            grad_fn = self.carried.bind(grad_fn, carried, policy)
-        return local_loss(grad_fn, weights, batch, keys, self.placement, policy)
 
     def map_devices(self, on_device: Callable[..., Any], batch: Any, keys: PartitionSpec, out: PartitionSpec) -> Any:
         """`on_device(params, carried, batch, keys)` on every device."""
@@ -71,84 +72,91 @@ class _Split(NamedTuple):
         return jax.shard_map(
             on_device,
             mesh=self.placement.mesh,
-            in_specs=(self.placement.rest, self.carried.specs, specs, keys),
+            in_specs=(self.placement.rest, self.carried_specs, specs, keys),
             out_specs=out,
-            axis_names=set(self.program.manual),
+            axis_names=set(self.manual),
         )
 
 
-def check_examples(program: TrainProgram, state: TrainState, key: jax.Array, batch: Any) -> None:
-    """Refuses a loss in which examples meet, under a plan or an accumulation that splits them.
+def find_mixed(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> dict[str, str]:
+    """How examples meet in the loss and in metrics that do not add over them, by name: the middle of a sentence.
 
-    Not checked: losses that send over an axis of the batch themselves, and those of pipelines. Where the trace does not
-    tell, nor are those that call back into Python, which would print twice, and steps inside of another jit.
+    `key` is the run's; None for an evaluation, which has none. If the loss does not add, the metrics are not compared.
 
-    Raises:
-        WrongProgramError: names the line where they meet.
+    Not checked: what sends over an axis of the batch itself. Where the trace does not tell, nor are losses that call
+    back into Python, which would print twice, and steps inside of another jit.
     """
-    placement = program.plan.placement(state.params, program.mesh)
-    carried = Carried("step", state.carried, state.params, placement)
-    parts = program.microbatches.for_batch(batch, placement).parts
-    split = _Split(program, placement, carried, example_axes(placement.batch), parts)
-    if split.devices * parts == 1 or isinstance(program.grad_fn, Staged):
-        return
-    loss = read_trace(split, state, key, batch)
-    runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
-    if loss.met is None or loss.sends or loss.acts or runs_later:
-        return
-    has_16_bits = jnp.finfo(program.policy.compute).bits < 32
-    rounding = ROUNDING_16_BITS if has_16_bits else ROUNDING
-    compare = make_comparison(split, batch)
-    when = ""
-    comparison = compare(state.params, key, Planted.NOTHING)
-    if comparison.gap <= rounding:
-        when = " at parameters nearby"
-        comparison = compare(perturb(state.params), key, Planted.NOTHING)
-    for planted, words in _PLANTED.items():
-        if comparison.gap <= rounding:
-            when = words
-            comparison = compare(state.params, key, planted)
-    if comparison.gap <= rounding:
-        return
-    place = f" at {loss.met.line}" if loss.met.line else ""
-    two = "two microbatches" if split.parts > 1 else "two devices"
-    losses = f"is {comparison.together:.6g}{when}, and not the mean of theirs, {comparison.apart:.6g}"
-    raise WrongProgramError(
-        f"step: the loss must add over its examples, because each device computes that of its own; {loss.met.how}"
-        f"{place}, so the loss of the examples of {two} {losses}. Return sk.Mean(total, weight) of sums over examples, "
-        "send what other examples need, as sk.all_gather does, or pass make_train_step(..., examples='mixed') if each "
-        "device's own examples are meant to meet."
+    if examples.devices * examples.parts == 1:
+        return {}
+    readings = read_traces(examples, params, batch, key)
+    runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch)))
+    suspects: dict[str, Met] = {}
+    for name, reading in readings.items():
+        if reading.met is not None and not (reading.sends or reading.acts or runs_later):
+            suspects[name] = reading.met
+    if not suspects:
+        return {}
+    compare = make_comparison(examples, batch, list(suspects))
+    rounding = ROUNDING_16_BITS if examples.has_16_bits else ROUNDING
+    mixed: dict[str, str] = {}
+    for when, nearby, planted in _COMPARISONS:
+        if "loss" in mixed or len(mixed) == len(suspects):
+            break
+        comparisons = compare(perturb(params) if nearby else params, key, planted)
+        for name, comparison in comparisons.items():
+            if name not in mixed and comparison.gap > rounding:
+                mixed[name] = _describe(name, suspects[name], comparison, when, examples.parts)
+    return mixed
+
+
+def _describe(name: str, met: Met, comparison: LossComparison, when: str, parts: int) -> str:
+    """Where examples meet, and what follows."""
+    place = f" at {met.line}" if met.line else ""
+    two = "two microbatches" if parts > 1 else "two devices"
+    subject = "the loss" if name == "loss" else "that"
+    return (
+        f"because each device computes that of its own; {met.how}{place}, so {subject} of the examples of {two} is "
+        f"{comparison.together:.6g}{when}, and not the mean of theirs, {comparison.apart:.6g}"
     )
 
 
-def read_trace(split: _Split, state: TrainState, key: jax.Array, batch: Any) -> Loss:
-    """What the trace of the loss tells, for the examples of a device and for twice as many."""
-    examples = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
-    size = examples // (split.devices * split.parts)
-    state_shapes = jax.tree.map(_shape, (state.params, split.carried.tree))
-    every_device = PartitionSpec(split.program.manual)
+def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> dict[str, Loss]:
+    """What the trace tells of the loss and of each metric, for the examples of a device and for twice as many."""
+    count = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
+    size = count // (examples.devices * examples.parts)
+    state_shapes = jax.tree.map(_shape, (params, examples.carried))
+    every_device = PartitionSpec(examples.manual)
 
-    def trace(count: int) -> Any:
-        """The program for so many examples on each device."""
-        shapes = jax.tree.map(lambda x: _with_examples(_shape(x), count * split.devices), batch)
-        keys = jax.ShapeDtypeStruct((count * split.devices,), key.dtype)
+    def trace(count: int) -> tuple[Any, Any]:
+        """The program for so many examples on each device, and the shapes of its results."""
+        shapes = jax.tree.map(lambda x: _with_examples(_shape(x), count * examples.devices), batch)
+        keys = None if key is None else jax.ShapeDtypeStruct((count * examples.devices,), key.dtype)
 
-        def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> list[jax.Array]:
-            means = split.loss(params, carried, batch, keys)
-            return [vary(x, split.program.manual).reshape(1) for mean in means for x in mean]
+        def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> dict[str, list[jax.Array]]:
+            results = {}
+            for name, terms in examples.compute(params, carried, batch, keys).items():
+                results[name] = [vary(x, examples.manual).reshape(-1) for mean in terms for x in mean]
+            return results
 
-        run = split.map_devices(on_device, shapes, PartitionSpec(split.axes), every_device)
-        return jax.make_jaxpr(run)(*state_shapes, shapes, keys)
+        run = examples.map_devices(on_device, shapes, PartitionSpec(examples.axes), every_device)
+        return jax.make_jaxpr(run, return_shape=True)(*state_shapes, shapes, keys)
 
-    few = trace(size)
-    many = trace(2 * size)
+    few, shapes_of_few = trace(size)
+    many, shapes_of_many = trace(2 * size)
     number_of_state = len(jax.tree.leaves(state_shapes))
     states: list[State] = []
     for number, variable in enumerate(many.jaxpr.invars):
         of_examples = number >= number_of_state and variable.aval.ndim
         states.append(Rows(0) if of_examples else any_whole(variable))
-    loss = read_loss(few, many, states, 2 * size, split.axes)
-    return loss._replace(acts=bool(many.effects))
+    names = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of_many)]
+    readings = {}
+    for name, shapes in shapes_of_many.items():
+        if shapes != shapes_of_few[name]:
+            continue  # an array with an entry for each example: nothing that one device would compute alike
+        used = [other == name for other in names]  # what another metric sends is its own affair
+        reading = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
+        readings[name] = reading._replace(acts=bool(many.effects))
+    return readings
 
 
 @jax.jit
@@ -181,12 +189,15 @@ class Planted(IntEnum):
     NOT_A_NUMBER = 4
 
 
-_PLANTED = {
-    Planted.SMALL: " where those of one are an eighth",
-    Planted.LARGE: " where those of one are eight times as large",
-    Planted.ZEROS: " where those of one are zeros",
-    Planted.NOT_A_NUMBER: " where those of one are NaN",
-}
+# In turn: what the sentence says of it, whether the parameters are others nearby, and what is planted.
+_COMPARISONS = (
+    ("", False, Planted.NOTHING),
+    (" at parameters nearby", True, Planted.NOTHING),
+    (" where those of one are an eighth", False, Planted.SMALL),
+    (" where those of one are eight times as large", False, Planted.LARGE),
+    (" where those of one are zeros", False, Planted.ZEROS),
+    (" where those of one are NaN", False, Planted.NOT_A_NUMBER),
+)
 
 
 class LossComparison(NamedTuple):
@@ -197,60 +208,74 @@ class LossComparison(NamedTuple):
     gap: float
 
 
-def make_comparison(split: _Split, batch: Any) -> Callable[..., LossComparison]:
+def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Callable[..., dict[str, LossComparison]]:
     """A function of parameters, the run's key and `Planted` that compares two parts of a batch with both together.
 
-    It returns what the device computes whose losses differ most. With microbatches the parts are the first two of each
-    device; else they are those of a device and of the one before it. It is compiled once.
+    It returns, for the loss or metric of each name, what the device computes whose parts differ most. With microbatches
+    the parts are the first two of each device; else they are those of a device and of the one before it. It is compiled
+    once.
 
     Worked example: a loss is the mean of squares, divided by the largest of them. Device 1 has [1, 2], and device 0
     before it [3, 4]. Apart the losses are 2.5 / 4 and 12.5 / 16, with a mean of 0.70; together 7.5 / 16 = 0.47. So the
     loss does not add over its examples: the step would compute 0.70, and one device 0.47.
     """
-    axes = split.axes
+    axes = examples.axes
 
-    def on_device(params: Any, carried: Any, batch: Any, key: jax.Array) -> jax.Array:
-        examples = batch, device_keys(key, batch, split.placement.batch)
-        if split.parts > 1:
-            microbatches = split_microbatches(examples, split.parts)
+    def on_device(params: Any, carried: Any, batch: Any, key: jax.Array | None) -> dict[str, jax.Array]:
+        keys = None if key is None else device_keys(key, batch, examples.placement.batch)
+        own = batch, keys
+        if examples.parts > 1:
+            microbatches = split_microbatches(own, examples.parts)
             first = take_microbatch(microbatches, 0)
             second = take_microbatch(microbatches, 1)
         else:
             # The examples are sent here, before the loss: what a loss of two devices' examples is, only a device that
             # has them both can say. Nothing of it is in the step, which sends no examples.
-            first = examples
-            second = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim else x, examples)
+            first = own
+            second = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim else x, own)
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]) if a.ndim else a, first, second)
 
-        def loss_sums(part: Any) -> jax.Array:
-            return _sum_parts(split.loss(params, carried, *part), axes)
+        def sum_terms(part: Any) -> dict[str, jax.Array]:
+            terms = examples.compute(params, carried, *part)
+            return {name: _sum_parts(terms[name], axes) for name in names}
 
-        apart = jax.lax.map(loss_sums, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
-        together = loss_sums(both)[None]
-        return vary(jnp.concatenate([apart, together]), split.program.manual)[None]
+        apart = jax.lax.map(sum_terms, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
+        together = sum_terms(both)
+        results = {}
+        for name in names:
+            sums = jnp.concatenate([apart[name], together[name][None]])
+            results[name] = vary(sums, examples.manual)[None]
+        return results
 
-    run = split.map_devices(on_device, batch, PartitionSpec(), PartitionSpec(split.program.manual))
-
-    examples = next(x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
-    part = examples // (split.devices * split.parts)
+    run = examples.map_devices(on_device, batch, PartitionSpec(), PartitionSpec(examples.manual))
+    count = next(x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
+    part = count // (examples.devices * examples.parts)
 
     @jax.jit
-    def find_largest_gap(params: Any, carried: Any, batch: Any, key: jax.Array, planted: Any) -> jax.Array:
+    def find_largest_gaps(
+        params: Any, carried: Any, batch: Any, key: jax.Array | None, planted: Any
+    ) -> dict[str, jax.Array]:
         batch = jax.tree.map(lambda x: _plant(x, part, planted), batch)
-        first, second, both = jnp.moveaxis(run(params, carried, batch, key), 1, 0)
-        apart = _divide(first + second)
-        together = _divide(both)
-        size = sum(jnp.abs(_divide(x)) for x in (first, second, both))
-        gap = jnp.where(apart == together, 0.0, jnp.abs(apart - together) / size)
-        gap = jnp.where(jnp.isnan(apart) & jnp.isnan(together), 0.0, jnp.nan_to_num(gap, nan=jnp.inf))
-        worst = jnp.argmax(gap)
-        return jnp.stack([apart[worst], together[worst], gap[worst]])
+        return {name: _find_largest_gap(sums) for name, sums in run(params, carried, batch, key).items()}
 
-    def compare(params: Any, key: jax.Array, planted: Planted) -> LossComparison:
-        numbers = np.asarray(find_largest_gap(params, split.carried.tree, batch, key, int(planted)))
-        return LossComparison(*map(float, numbers))
+    def compare(params: Any, key: jax.Array | None, planted: Planted) -> dict[str, LossComparison]:
+        gaps = find_largest_gaps(params, examples.carried, batch, key, int(planted))
+        return {name: LossComparison(*map(float, np.asarray(numbers))) for name, numbers in gaps.items()}
 
     return compare
+
+
+def _find_largest_gap(sums: jax.Array) -> jax.Array:
+    """A LossComparison, of sums of the two parts and of both together `[device, 3, mean, 2]`."""
+    first, second, both = jnp.moveaxis(sums, 1, 0)
+    apart = _divide(first + second)
+    together = _divide(both)
+    is_same = (apart == together) | (jnp.isnan(apart) & jnp.isnan(together))
+    difference = jnp.sum(jnp.where(is_same, 0.0, jnp.abs(apart - together)), axis=-1)
+    size = jnp.sum(sum(jnp.abs(_divide(x)) for x in (first, second, both)), axis=-1)
+    gap = jnp.where(difference == 0, 0.0, jnp.nan_to_num(difference / size, nan=jnp.inf))
+    worst = jnp.argmax(gap)
+    return jnp.stack([apart[worst].sum(), together[worst].sum(), gap[worst]])
 
 
 def _plant(x: Any, part: int, planted: Any) -> Any:
@@ -294,15 +319,17 @@ def _sum_parts(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
     pairs = []
     for mean in means:
         part_axes = tuple(sorted(varying_axes(mean.total) - set(axes)))
-        pair = jnp.stack([vary(x.astype(jnp.float32), part_axes) for x in mean])
+        weight = jnp.broadcast_to(mean.weight, jnp.shape(mean.total))
+        columns = [vary(x.astype(jnp.float32).reshape(-1), part_axes) for x in (mean.total, weight)]
+        pair = jnp.stack(columns, axis=-1)
         if part_axes:
             pair = all_reduce(pair, part_axes)
         pairs.append(vary(pair, axes))
-    return jnp.stack(pairs)
+    return jnp.concatenate(pairs)
 
 
 def _divide(sums: jax.Array) -> jax.Array:
-    """The loss of each device, from totals and weights `[device, mean, 2]`."""
+    """The means of each device, from totals and weights `[device, mean, 2]`."""
     total = sums[..., 0]
     weight = sums[..., 1]
-    return jnp.sum(total / jnp.where(weight == 0, 1, weight), axis=-1)
+    return total / jnp.where(weight == 0, 1, weight)

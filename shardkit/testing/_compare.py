@@ -190,12 +190,17 @@ def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray,
         if not x.size:
             continue
         difference = distance(x, y)
-        bound = allow(number, y, overall) if is_float(y) else 0.0
+        bound: Any = 0.0
+        if is_float(y):
+            bound = allow(number, y, overall)
         bound = np.broadcast_to(bound, difference.shape)
+        # The element that exceeds its bound most; a leaf may have one bound for all elements or one for each.
         index = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
         if not difference[index] > bound[index]:
             continue
-        excess = difference[index] / bound[index] if bound[index] else np.inf
+        excess = np.inf
+        if bound[index]:
+            excess = difference[index] / bound[index]
         if worst is None or excess > worst_excess:
             worst_excess = excess
             worst = Gap(

@@ -227,8 +227,8 @@ def estimate_noise(grads: Any, relative: float) -> Any:
 def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     """All steps on one device, with gradients perturbed in the direction of `sign`; 0 leaves them as they are."""
     grad_fn: Any = training.grad_fn
-    compute_gradient = gradient_of(grad_fn)
-    update = update_of(training.optimizer)
+    compute_gradient = make_gradient(grad_fn)
+    update = make_update(training.optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), training.params)
     opt_state = wrap_optimizer(training.optimizer).init(params)
     carried = training.init_carried(params)
@@ -247,8 +247,12 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
 
 
 @lru_cache(maxsize=32)
-def gradient_of(grad_fn: Any) -> Callable[..., Any]:
-    """Loss, metrics and gradients of the mean, compiled once per function."""
+def make_gradient(grad_fn: Any) -> Callable[..., Any]:
+    """`(params, batch, keys, **carried) -> (loss, metrics, grads)` of a GradFn, compiled.
+
+    A GradFn returns sums: the total loss with its weight, and gradients of the total. For example, of 8 examples with
+    the loss 2 each it returns Mean(16, 8), and the gradients of 16. Here both are divided by the weight: the loss is 2.
+    """
 
     @jax.jit
     def compute_gradient(params: Any, batch: Any, keys: jax.Array, **carried: Any) -> Any:
@@ -267,7 +271,7 @@ def _divide(mean: Mean, dtype: Any) -> jax.Array:
 
 
 @lru_cache(maxsize=32)
-def update_of(optimizer: Any) -> Callable[..., Any]:
+def make_update(optimizer: Any) -> Callable[..., Any]:
     """`(grads, opt_state, params, loss) -> (params, opt_state)` of an optimizer, compiled."""
     import optax
 

@@ -26,6 +26,13 @@ from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.testing._wire_cases import WireProgram, group_by_mesh, list_collectives
 
 _TIMEOUT = 300.0
+# A process that is busy until its parent ends it, or has ended itself.
+_BUSY_LOOP = """
+import os, time
+end = time.monotonic() + {seconds}
+while time.monotonic() < end and os.getppid() == {parent}:
+    pass
+"""
 _CALLS = itertools.count()  # every process makes the same calls, so that the number names one call on all
 
 
@@ -137,26 +144,26 @@ def _starve(is_slow: bool) -> Iterator[None]:
     if not is_slow:
         yield
         return
-    code = f"import os, time\nend = time.monotonic() + {_TIMEOUT}\n"
-    code += f"while time.monotonic() < end and os.getppid() == {os.getpid()}: pass"
+    code = _BUSY_LOOP.format(seconds=_TIMEOUT, parent=os.getpid())
     busy: list[subprocess.Popen[bytes]] = []
-    before: dict[int, set[int]] = {}
+    processors_of_threads: dict[int, set[int]] = {}
     try:
         for _ in range(2):
             busy.append(subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.DEVNULL))
         if sys.platform == "linux":
             allowed = sorted(os.sched_getaffinity(0))
+            # Processes of one machine choose different processors, so that each is slow for itself.
             processor = allowed[jax.process_index() % len(allowed)]
             for process in busy:
                 os.sched_setaffinity(process.pid, {processor})
             for thread in map(int, os.listdir("/proc/self/task")):
                 with suppress(OSError):  # it has ended
-                    before[thread] = os.sched_getaffinity(thread)
+                    processors_of_threads[thread] = os.sched_getaffinity(thread)
                     os.sched_setaffinity(thread, {processor})
         time.sleep(0.01)
         yield
     finally:
-        for thread, processors in before.items():
+        for thread, processors in processors_of_threads.items():
             with suppress(OSError):
                 os.sched_setaffinity(thread, processors)
         for process in busy:
@@ -172,6 +179,7 @@ def _agree(call: int, number: int, fault: str, is_last: bool) -> tuple[str, bool
     count = jax.process_count()
     if count == 1:
         return fault, is_last
+    # A message is "1" or "0", whether the process has had enough rounds, and the fault that it saw, if any.
     key = f"shardkit/wire/{call}/{number}"
     backends.tell_processes(f"{key}/{jax.process_index()}", f"{int(is_last)}{fault}")
     messages = []
@@ -183,8 +191,9 @@ def _agree(call: int, number: int, fault: str, is_last: bool) -> tuple[str, bool
                 f"{_TIMEOUT:g} s. Call wire in each process, with the same step."
             )
         messages.append(message)
-    ends = messages[0][0] == "1"
+    ends = messages[0].startswith("1")
     for message in messages:
-        if message[1:]:
-            return message[1:], ends
+        fault = message[1:]
+        if fault:
+            return fault, ends
     return "", ends

@@ -18,7 +18,7 @@ from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.equality import make_input
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.one_device import gradient_of, update_of
+from shardkit.testing.one_device import make_gradient, make_update
 from support import jobs, rows
 from support.conformance import weights
 from support.refusals import refused
@@ -75,6 +75,7 @@ def close(found: Any, wanted: Any) -> None:
 
 
 # Catches carried state that is not begun, or is one for all workers, and a state that a checkpoint cannot hold.
+@pytest.mark.filterwarnings("ignore:step. the metric 'seen' must add over its examples")
 def test_carried_state_and_checkpoints(tmp_path):
     def counted(params: Any, batch: Any, keys: Any, seen: Any) -> Any:
         return loss_fn(params, batch, keys), {"seen": sk.Mean(jnp.sum(batch["weight"]), 1.0)}
@@ -201,8 +202,8 @@ def alone(grad_fn: Any, optimizer: Any, outer: Any, every: int) -> Any:
         for index, both in enumerate(batches):
             for k, (own, opt_state) in enumerate(workers):
                 keys = sk.example_keys(sk.step_key(jax.random.fold_in(KEY, k), index), len(jax.tree.leaves(both)[0]))
-                loss, _, grads = gradient_of(grad_fn)(own, both[k], keys)
-                workers[k] = update_of(optimizer)(grads, opt_state, own, loss)
+                loss, _, grads = make_gradient(grad_fn)(own, both[k], keys)
+                workers[k] = make_update(optimizer)(grads, opt_state, own, loss)
             if (index + 1) % every == 0:
                 moved = [jax.tree.map(jnp.subtract, meet, own) for own, _ in workers]
                 moved = jax.tree.map(lambda *each: sum(each) / WORKERS, *moved)
@@ -323,7 +324,8 @@ def test_what_is_refused():
     none = Algorithm("none of them")
     wrong = {
         "diloco: axis must be one of the mesh, pod=2, data=4; got 'slow'. Add it to make_mesh.": (make, "slow", {}),
-        "diloco: make_step must build the step of one worker, whose plan does not use 'data'; got the plan dp('data'). "
+        "diloco: make_step must build the step of one worker, with a plan that does not use 'data'; got the plan "
+        "dp('data'). "
         "Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis.": (make, "data", {}),
         "diloco: reduce= must be an Algorithm with all_reduce; got none of them, which has none. Pass for example "
         "sk.algorithms.ring().": (make, "pod", {"reduce": none}),

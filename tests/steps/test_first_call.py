@@ -1,6 +1,7 @@
 """What the first call of a step refuses: losses that mix examples, and programs with other numbers than one device."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,8 @@ def test_with_carried_state():
 # What alone finds that a batch is read as it stands, and not as jit takes it.
 def test_numbers_of_python_and_long_integers_of_numpy():
     def loss(params, batch, keys):
-        return sk.Mean.of(batch["scale"] * jnp.sort(errors(params, batch)[batch["own"] * 0, batch["label"]]))
+        rows = jnp.arange(len(batch["own"])) + batch["own"] * 0
+        return sk.Mean.of(batch["scale"] * jnp.sort(errors(params, batch)[rows, batch["label"]]))
 
     own, label = np.arange(16), np.arange(16) % 3
     batch = BATCH | {"own": own, "label": label, "scale": 2.0}
@@ -209,6 +211,81 @@ def test_what_only_a_later_batch_would_show_is_refused(loss, how, way):
     assert how.removeprefix("is nan ") in message
     step, state, batch = stepped(guarded_by_example, **WAYS[way])  # whose trace does not show that it adds
     step(state, batch)
+
+
+def without_a_word(call, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call(*args)
+
+
+def rooted(params, batch, keys):
+    """The root of a mean, beside metrics that add."""
+    error = errors(params, batch)
+    count = sk.Mean(jnp.sum(error > 1, axis=0).astype(jnp.float32), len(error))
+    return sk.Mean.of(error), {"rooted": jnp.sqrt(jnp.mean(error)), "count": count, "mean": jnp.mean(error)}
+
+
+def of_metrics_alone(params, batch, keys):
+    loss, metrics = rooted(params, batch, keys)
+    return loss, {"count": metrics["count"], "mean": metrics["mean"]}
+
+
+ROOTED = (
+    r"{}: the metric 'rooted' must add over its examples, because each device computes that of its own; sqrt is "
+    r"applied to a sum over the examples at test_first_call.py:\d+ \(rooted\), so that of the examples of two {} is "
+    r"[\d.]+, and not the mean of theirs, [\d.]+. Return sk.Mean\(total, weight\) of sums over examples, or compute it "
+    r"from such means after the call."
+)
+
+
+# What alone finds a metric that is another number on each mesh: nobody trains by it, and it stands in the paper.
+@pytest.mark.parametrize(
+    "way, two", [("fsdp", "devices"), ("accumulated", "microbatches"), ("grouped", "microbatches")]
+)
+def test_a_metric_that_mixes_is_said(way, two):
+    step, state, batch = stepped(rooted, **WAYS[way])
+    with pytest.warns(UserWarning) as told:
+        state, _ = step(state, batch)
+    (warning,) = told
+    assert re.fullmatch(ROOTED.format("step", two), str(warning.message)) and warning.filename == __file__
+    without_a_word(step, state, batch)
+    step, state, batch = stepped(of_metrics_alone, **WAYS[way])
+    without_a_word(step, state, batch)
+
+
+# What alone finds an evaluation whose loss, or metric, is another number on each mesh.
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("plan", [sk.dp("data"), sk.fsdp("data", min_size=1)], ids=["dp", "fsdp"])
+def test_an_evaluation_says_what_mixes(plan, axis_type):
+    mesh = sk.make_mesh(jax.devices()[:4], axis_types=axis_type, data=4)
+    batch = sk.shard(BATCH, mesh, jax.P("data"))
+    params = sk.make_train_step(sk.value_and_grad(right), optax.sgd(0.1), mesh=mesh, plan=plan)[0](
+        PARAMS, jax.random.key(0)
+    ).params
+
+    def evaluate(loss):
+        return sk.make_eval_step(loss, mesh=mesh, plan=plan)
+
+    once = evaluate(rooted)
+    with pytest.warns(UserWarning) as told:
+        once(params, batch)
+    (warning,) = told
+    assert re.fullmatch(ROOTED.format("evaluate", "devices"), str(warning.message)) and warning.filename == __file__
+    without_a_word(once, params, batch)
+    with pytest.warns(UserWarning, match="evaluate: the loss must add over its examples, .* pairs every example"):
+        evaluate(contrastive)(params, batch)
+    without_a_word(evaluate(of_metrics_alone), params, batch)
+    without_a_word(evaluate(ordered), params, batch)  # whose trace does not show that it adds
+    without_a_word(evaluate(gathered), params, batch)
+
+
+# What alone finds that a metric that is sent hides a loss that mixes.
+def test_what_a_metric_sends_is_its_own_affair():
+    def loss(params, batch, keys):
+        return contrastive(params, batch, keys), {"all": sk.all_reduce(jnp.mean(batch["x"]), "data") / 4}
+
+    assert "pairs every example with every other" in refused(loss)
 
 
 # What alone finds a trace that uses up the check, so that the first call with numbers goes unseen.

@@ -14,7 +14,7 @@ from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.rule import Finding
 
 _SUM = (
-    "Add up what each device has and reduce once after the loop, inside jax.shard_map, as "
+    "Add up each device's part and reduce once after the loop, inside jax.shard_map, as "
     "sk.make_train_step(accumulate=...) does."
 )
 Loop = tuple[proto.Computation, proto.Instruction]  # the computation around a `while`, and that
@@ -129,35 +129,39 @@ def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[in
 
 
 def _is_linear(use: CompiledUse) -> bool:
+    """Whether an instruction makes of a sum of values the sum of what it makes of each of them."""
     instruction = use.value.instruction
     if instruction.opcode == "multiply":
-        return instruction.operands[0] != instruction.operands[1]
+        return instruction.operands[0] != instruction.operands[1]  # no square
     if instruction.opcode == "divide":
-        return use.position == 0
+        return use.position == 0  # the dividend
     if instruction.opcode == "select":
-        return use.position > 0
+        return use.position > 0  # one of the values, and not the predicate
     return instruction.opcode in _LINEAR
 
 
 def _is_linear_or_stacks(use: CompiledUse) -> bool:
+    """The same, or the write of a value into a stack: of the stack (operand 0) or of the value (operand 1)."""
     return _is_linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
 
 
 def _is_same_each_time(body: proto.Computation, collective: proto.Instruction) -> bool:
     """Whether what a collective sends is the same in every iteration of the loop with this body."""
-    answers: dict[int, bool] = {}
+    answers: dict[int, bool] = {}  # by the id of an instruction: many share operands
 
     def is_same(number: int) -> bool:
         if number not in answers:
-            answers[number] = False
-            instruction = _skip_barrier(body, body.instructions[number])
-            if instruction.opcode == "get-tuple-element" and instruction.operands == (body.parameters[0].id,):
-                root = body.instructions[body.root]
-                if root.opcode == "tuple":
-                    answers[number] = _is_read(body, root.operands[instruction.tuple_index], instruction)
-            elif instruction.opcode not in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
-                answers[number] = all(is_same(operand) for operand in instruction.operands)
+            answers[number] = is_computed_alike(_skip_barrier(body, body.instructions[number]))
         return answers[number]
+
+    def is_computed_alike(instruction: proto.Instruction) -> bool:
+        if instruction.opcode == "get-tuple-element" and instruction.operands == (body.parameters[0].id,):
+            # An element of the loop's state is the same if the body returns it as it was.
+            root = body.instructions[body.root]
+            return root.opcode == "tuple" and _is_read(body, root.operands[instruction.tuple_index], instruction)
+        if instruction.opcode in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
+            return False
+        return all(is_same(operand) for operand in instruction.operands)
 
     return all(is_same(operand) for operand in collective.operands)
 

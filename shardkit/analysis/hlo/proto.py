@@ -91,7 +91,29 @@ def outside_kernels(frames: Sequence[Frame]) -> str:
 
 @dataclass
 class Instruction:
-    """One instruction; `operands` and `calls` are ids of instructions and computations."""
+    """One instruction. Fields that it does not have keep their defaults.
+
+    Attributes:
+        id: its number in the module.
+        name: as the compiler prints it, without "%".
+        opcode: as "dot" or "all-gather-start".
+        shape: of its result.
+        operands: ids of instructions of the same computation.
+        calls: ids of the computations that it runs; of a while loop the body, then the condition.
+        op_name: jax's name of the operation that it comes from, "jit(step)/shard_map/all_gather".
+        frame: the stack frame in which jax traced it; 0: none.
+        tuple_index: of a get-tuple-element.
+        parameter: of a parameter, its number.
+        target: of a custom call, the function that is called.
+        direction: of a comparison: "LT", "LE", "GT", "GE", "EQ" or "NE".
+        literal: of a constant, its value if it is a whole number.
+        config: settings of the backend, as {"known_trip_count": {"n": "12"}}.
+        groups: of a collective, the groups of devices; none: all devices together.
+        pairs: of a permute, (source, target).
+        contracting: of a dot, the dims of the left operand that are summed.
+        window: of a convolution, the fields of WindowDimension by number, for each spatial dim.
+        convolution: of a convolution, the fields of ConvolutionDimensionNumbers by number.
+    """
 
     id: int = 0
     name: str = ""

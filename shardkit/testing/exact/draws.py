@@ -152,7 +152,7 @@ def _check_numbers(pair: ProgramPair) -> None:
             raise UndecidedError(
                 f"{pair.where}: not decided at {decision.line} ({decision.what}): {count} of {numbers.size} elements "
                 f"of the {name} are NaN on both sides for all inputs that were drawn, but need not be for others. "
-                "Shrink the program to what gives numbers, or compare floats with assert_matches_reference."
+                "Shrink the program to the part that gives numbers, or compare floats with assert_matches_reference."
             )
 
 

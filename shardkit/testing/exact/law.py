@@ -42,7 +42,7 @@ from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
 from shardkit.testing.exact.size import check_size
-from shardkit.testing.one_device import Reference, Training, gradient_of, update_of
+from shardkit.testing.one_device import Reference, Training, make_gradient, make_update
 from shardkit.testing.program import Program
 
 _STEPS = 2
@@ -79,6 +79,8 @@ class RoundsError(Exception):
 
 def _prove(program: Program, training: Training) -> None:
     """Refuses a program that differs from one device's, or that cannot be proved equal to it."""
+    # Two steps, because what the first one does to the optimizer's state shows in the second. With four steps per call
+    # it is one call.
     steps_per_call = program.row.steps or 1
     calls = max(1, _STEPS // steps_per_call)
     steps = calls * steps_per_call
@@ -106,6 +108,7 @@ def _check_carry(training: Training, outputs: _Outputs) -> None:
     """Refuses a `carry=` that compares numbers, of which each branch would need runs of its own."""
     if training.carry is None:
         return
+    # Shapes alone: the weight is a scalar, as the loss is.
     metrics = {"loss": outputs.losses[0], "weight": outputs.losses[0], **outputs.metrics[0]}
     traced = jax.make_jaxpr(training.carry)(outputs.carried, metrics, outputs.params)
     if any(site.name in ORDERED for site in walk(traced.jaxpr)):
@@ -169,7 +172,7 @@ class _TracedTraining(NamedTuple):
 def _trace_alone(training: Training, steps: int) -> _TracedTraining:
     optimizer = training.optimizer
     loss_and_gradient: Any = training.grad_fn
-    compute_gradient = gradient_of(loss_and_gradient)
+    compute_gradient = make_gradient(loss_and_gradient)
 
     def train(params: Any, batches: Any) -> _Outputs:
         opt_state = wrap_optimizer(optimizer).init(params)
@@ -180,7 +183,7 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
             examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
             keys = example_keys(step_key(training.key, index), examples)
             loss, metrics, grads = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
-            params, opt_state = update_of(optimizer)(grads, opt_state, params, loss)
+            params, opt_state = make_update(optimizer)(grads, opt_state, params, loss)
             carried = training.update_carried(carried, loss, metrics, params)
             losses.append(loss)
             metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
@@ -195,10 +198,10 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
 def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     """The outputs of one device in the field.
 
-    Many rows are compared with the same training, in fields of the same settings. It is run once for all of them, in a
-    field of its own, and what that field has noted is added to this one.
+    Many rows are compared with the same training, in fields of the same settings. It is run once for all of them, in
+    another field of these settings, and what that field has noted is added to this one.
     """
-    if seen is not None or field.coverage is None:
+    if seen is not None or field.coverage is None:  # a search for a line looks at each value
         return _evaluate_alone(training, steps, field, seen)
     field_and_coverage = (*field.settings, field.coverage.identifies, field.centres)
     results, other = _run_alone_once(training, steps, field_and_coverage)
@@ -277,6 +280,7 @@ def _run_on_mesh(
     metrics_of_steps: list[Operand] = []
     for call in range(calls):
         batch = _make_batch(program, call, field)
+        # The traced step takes the leaves of the state without its key, then the key, then those of the batch.
         state_without_key = jax.tree.leaves(state._replace(key=None))
         results = run(traced.program, [*state_without_key, key, *batch])
         state, metrics = jax.tree.unflatten(output_structure, results)
@@ -289,6 +293,8 @@ def _run_on_mesh(
         for step in range(program.row.steps):
             losses.append(_select_step(loss, step))
             metrics_of_steps += [_select_step(x, step) for x in means]
+    # A step that rounds, as to int8 on the way, differs from one device's by the rounding. That is what it is for, and
+    # no mistake: a note says so.
     rounding = (field.uninterpreted - uninterpreted_alone) & ROUNDING
     if rounding:
         raise RoundsError(", ".join(sorted(rounding)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
@@ -356,6 +356,35 @@ def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> I
         for variable in candidates:
             if variable not in unread:
                 yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
+
+
+def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Iterator[Repair]:
+    """What the rounds before or after made, where a list of what an unrolled loop made becomes an array.
+
+    Worked example: the last of two stages has its first result after tick 1. Of three microbatches, `done[:3]` has what
+    the ticks 0, 1 and 2 made, in place of 1, 2 and 3.
+    """
+    name = bench.call.name
+    if name not in ("concatenate", "stack"):
+        return
+    series = [rounds.get(atom, ()) if not hasattr(atom, "val") else () for atom in bench.call.equation.invars]
+    if not series or not series[0] or any(other is not series[0] for other in series):
+        return
+    positions = [series[0].index(atom) for atom in bench.call.equation.invars]
+    for distance, words in ((1, "later"), (-1, "earlier")):
+        others = [position + distance for position in positions]
+        if min(others) < 0 or max(others) >= len(series[0]):
+            continue
+        variables = [series[0][other] for other in others]
+        if all(variable in readable for variable in variables):
+            yield Repair(Cost.INDEX, f"{name} of what rounds one {words} made", _read_all(bench, variables))
+
+
+def _read_all(bench: Bench, variables: Sequence[Any]) -> Change:
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return bench.rerun([values[variable] for variable in variables])
+
+    return change
 
 
 def read_instead(bench: Bench, number: int, variable: Any) -> Change:

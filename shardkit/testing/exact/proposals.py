@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from shardkit.testing._compare import is_float
@@ -21,10 +21,12 @@ from shardkit.testing.exact.local_repairs import (
     repair_operand,
     repair_operator,
     repair_place,
+    repair_round,
     repair_term,
 )
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.order_repairs import repair_order
 from shardkit.testing.exact.repairs import Bench, Call, Repair, is_integer, is_mask
 from shardkit.testing.exact.rules.operands import Operand
 
@@ -33,17 +35,25 @@ _PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_d
 
 
 def propose_repairs(
-    field: Field, call: Call, readable: Sequence[Any], sizes: Sequence[int], unread: Set[Any]
+    field: Field,
+    call: Call,
+    readable: Sequence[Any],
+    sizes: Sequence[int],
+    unread: Set[Any],
+    definitions: Mapping[Any, Any],
+    rounds: Mapping[Any, Sequence[Any]],
 ) -> Iterator[Repair]:
     """What may be tried for an equation that could read some variables, in a program with dims of some sizes.
 
-    Variables that nothing reads are likely to be what should have been read.
+    Variables that nothing reads are likely to be what should have been read. `definitions` has the equation of each
+    variable, and `rounds` those that other rounds of a loop make.
     """
     if len(call.results) != 1 or not all(_is_array(x) for x in (*call.operands, *call.results)):
         return
     bench = Bench(field, call, sizes)
     result = bench.result
     yield from repair_collective(bench)
+    yield from repair_order(bench, definitions)
     yield from repair_mask(bench, readable)
     if call.primitive == "broadcast_in_dim":
         yield from repair_broadcast(bench)
@@ -61,6 +71,7 @@ def propose_repairs(
     yield from repair_place(bench)
     yield from repair_operator(bench)
     yield from repair_operand(bench, readable, unread)
+    yield from repair_round(bench, readable, rounds)
     if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):
         yield from repair_function(bench)
         yield from repair_term(bench, readable)

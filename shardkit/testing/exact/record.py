@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardkit._jax.jaxprs import walk
+from shardkit._jax.jaxprs import source_line, walk
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.repairs import Call
 from shardkit.testing.exact.rules.operands import Operand
@@ -44,6 +44,8 @@ class Record:
         values: what each variable was last.
         readable: of an equation, by its id, the variables that it could read.
         unread: the variables of the kernel that no equation reads.
+        definitions: of a variable of the kernel, the equation that it is a result of.
+        rounds: of a variable of the kernel, those that the same line makes in the same way, as in a loop.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,8 @@ class Record:
         self.values: dict[Any, Operand] = {}
         self.readable: dict[int, list[Any]] = {}
         self.unread: set[Any] = set()
+        self.definitions: dict[Any, Any] = {}
+        self.rounds: dict[Any, list[Any]] = {}
         self._calls: dict[Any, Call] = {}
         self._inputs: dict[int, Iterator[Any]] = {}
 
@@ -91,10 +95,18 @@ class Record:
         jaxprs = {id(site.jaxpr): site.jaxpr for site in walk(body)}
         for jaxpr in jaxprs.values():
             readable = list(jaxpr.invars)
+            alike: dict[Any, list[Any]] = {}
             read = set(filter(_is_variable, jaxpr.outvars))
             for equation in jaxpr.eqns:
                 self.readable[id(equation)] = list(readable)
                 readable += equation.outvars
+                self.definitions.update(dict.fromkeys(equation.outvars, equation))
+                for variable in equation.outvars:
+                    aval = variable.aval
+                    types = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+                    kind = source_line(equation, ""), equation.primitive.name, types
+                    self.rounds[variable] = alike.setdefault(kind, [])
+                    self.rounds[variable].append(variable)
                 read.update(filter(_is_variable, equation.invars))
             self.unread.update(variable for variable in readable if variable not in read)
 

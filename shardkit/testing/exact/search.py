@@ -369,15 +369,14 @@ class Search:
             if number in self._behind_index and not isinstance(call.results[0], Exact):
                 more -= 0.5
             lists = [repairs_of[member] for member in group]
-            for position, repairs in enumerate(zip(*lists, strict=False)):
-                if len({repair.words for repair in repairs}) > 1:
-                    break
+            for positions in _align(lists):
+                repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
                 cost = repairs[0].cost + more + doubt(number, repairs[0].behind)
                 # Where something travels, something else may have been left behind.
                 if repairs[0].exchange == "shift" and self._routes:
                     cost -= 1.5
                 changes = [repair.change for repair in repairs]
-                make_changes = partial(_make_changes, calls=calls, changes=changes, position=position, first=self)
+                make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
                 candidates.append(_Candidate(cost, number, calls, repairs[0], make_changes))
             for repair, travel in self._list_travels(calls):
                 make_travel = partial(_make_travel, calls=calls, travel=travel)
@@ -403,7 +402,9 @@ class Search:
 
     def _propose(self, call: Call) -> list[Repair]:
         readable = self.record.readable.get(id(call.equation), ())
-        return list(propose_repairs(self.field, call, readable, self._sizes, self.record.unread))
+        record = self.record
+        variables = readable, self._sizes, record.unread, record.definitions, record.rounds
+        return list(propose_repairs(self.field, call, *variables))
 
     def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, Change]]) -> bool:
         """Whether changes are right with other numbers too, of which some are larger."""
@@ -471,11 +472,12 @@ class Search:
 
 
 def _make_changes(
-    search: Search, calls: Sequence[Call], changes: Sequence[Change], position: int, first: Search
+    search: Search, calls: Sequence[Call], changes: Sequence[Change], positions: Sequence[int], first: Search
 ) -> dict[Any, Change]:
-    """The changes by the repairs of this place in the lists of some equations, also in a search with other numbers."""
+    """The changes by repairs at these places in the lists of some equations, also in a search with other numbers."""
     if search is not first:
-        changes = [search._propose(call)[position].change for call in calls]
+        repairs = [search._propose(call)[position] for call, position in zip(calls, positions, strict=True)]
+        changes = [repair.change for repair in repairs]
     return {call.key: change for call, change in zip(calls, changes, strict=True)}
 
 
@@ -486,6 +488,24 @@ def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[
         bench = Bench(search.field, call, search._sizes)
         changes[call.key] = replace(travel, bench=bench).in_round(round_)
     return changes
+
+
+def _align(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
+    """The places of repairs that several equations have, one place in the list of each.
+
+    Repairs are alike by their words, the first of some words with the first. A round may have some that others have
+    not: `i + 0` is in strides as it is in blocks, and `i + 1` is not.
+    """
+    columns: list[dict[Any, int]] = []
+    for repairs in lists:
+        counts: Counter[str] = Counter()
+        places: dict[Any, int] = {}
+        for position, repair in enumerate(repairs):
+            places[repair.words, counts[repair.words]] = position
+            counts[repair.words] += 1
+        columns.append(places)
+    common = [key for key in columns[0] if all(key in places for places in columns)]
+    return [tuple(places[key] for places in columns) for key in common]
 
 
 def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
@@ -504,14 +524,15 @@ def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
 def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
     """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop.
 
-    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each.
+    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each. What a function
+    computes that the line calls, as the remainder of `(i + 1) % n`, is apart.
     """
     alike: dict[Any, list[int]] = {}
     for number, call in suspects.items():
         yield [number]
         avals = [variable.aval for variable in call.equation.outvars]
         types = [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals]
-        kind = call.line, call.name, len(call.operands), *types
+        kind = call.line, call.around, call.name, len(call.operands), *types
         alike.setdefault(kind, []).append(number)
     for numbers in alike.values():
         for step in (1, 2, 3):

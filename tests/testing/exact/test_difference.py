@@ -88,12 +88,12 @@ CASES = {
         lambda x: 3 * x, lambda x: 0 * x, A, A, f"{WRONG}: the reference's is zero; it comes from mul at @.",
     ),
     "a missing sum, before a function": (
-        lambda x: lax.psum(jnp.tanh(lax.psum(jnp.sum(x * x), "b")), "a"), lambda x: jnp.tanh(jnp.sum(x * x)), AB, P(),
-        f"{WRONG}. {FIRST} tanh at @, of a value that is the reference's only summed over 'a'.",
+        lambda x: lax.psum(jnp.sin(lax.psum(jnp.sum(x * x), "b")), "a"), lambda x: jnp.sin(jnp.sum(x * x)), AB, P(),
+        f"{WRONG}. {FIRST} sin at @, of a value that is the reference's only summed over 'a'.",
     ),
     "both sums": (
-        lambda x: lax.psum(jnp.tanh(jnp.sum(x * x)), ALL), lambda x: jnp.tanh(jnp.sum(x * x)), AB, P(),
-        f"{WRONG}. {FIRST} tanh at @, of a value that is the reference's only summed over 'b', 'a'."
+        lambda x: lax.psum(jnp.sin(jnp.sum(x * x)), ALL), lambda x: jnp.sin(jnp.sum(x * x)), AB, P(),
+        f"{WRONG}. {FIRST} sin at @, of a value that is the reference's only summed over 'b', 'a'."
         f"",
     ),
     "a missing sum, at the end": (
@@ -134,7 +134,7 @@ CASES = {
     ),
     "axes in another order": (
         lambda x: lax.all_gather(x, ("b", "a"), tiled=True), lambda x: x, AB, P(),
-        f"{WRONG}, only where 'a', 'b' is 1 to 4. The mistake is at @: with all_gather over 'a', 'b' in place of 'b', "
+        f"{WRONG}, only at 1 to 4 of dim 0. The mistake is at @: with all_gather over 'a', 'b' in place of 'b', "
         "'a', it is right.",
     ),
     "behind a right product of pieces": (
@@ -173,6 +173,21 @@ CASES = {
     "a sum in place of a maximum": (
         lambda x: jnp.sin(lax.psum(x, "a")), lambda x: jnp.sin(jnp.maximum(x[:3], x[3:])), A, P(),
         f"{WRONG}. The mistake is at @: with the maximum over 'a' in place of psum_invariant, it is right.",
+    ),
+    "a root of a mean": (
+        lambda x: jnp.sqrt(lax.pmean(jnp.square(x).sum(), "a")),
+        lambda x: (jnp.sqrt(jnp.square(x[:3]).sum()) + jnp.sqrt(jnp.square(x[3:]).sum())) / 2, A, P(),
+        f"{WRONG}. The mistake is at @: with the mean over 'a' of sqrt of what devices have, it is right.",
+    ),
+    "a sum of roots": (
+        lambda x: x / lax.psum(jnp.sqrt(jnp.square(x).sum()), "a"),
+        lambda x: x / jnp.sqrt(jnp.square(x).sum()), A, A,
+        f"{WRONG}. The mistake is at @: with sqrt of sums over 'a', it is right.",
+    ),
+    "a root of a sum": (
+        lambda x: jnp.sqrt(lax.psum(jnp.square(x).sum(), "a")),
+        lambda x: jnp.sqrt(jnp.square(x[:3]).sum()) + jnp.sqrt(jnp.square(x[3:]).sum()), A, P(),
+        f"{WRONG}. The mistake is at @: with the sum over 'a' of sqrt of what devices have, it is right.",
     ),
 }  # fmt: skip
 
@@ -274,3 +289,46 @@ def test_what_a_round_makes_of_the_counter_is_named_before_the_counter():
     line = kernel.__code__.co_firstlineno + 2
     message = say_wrong(kernel, reference, jax.ShapeDtypeStruct((4,), np.float32))
     assert f"The mistake is at test_difference.py:{line} " in message
+
+
+# The line adds integers in its remainder, too; and what may be done to `i + 0` is not what may be done to `i + 1`.
+def test_rounds_of_a_loop_are_repaired_together():
+    def kernel(x):
+        i = lax.axis_index("b")
+        total = jnp.float32(0)
+        for step in range(3):
+            total = total + (step + 1.0) * x[(i + step) % 3]
+        return total[None]
+
+    def reference(x):
+        return jnp.stack([sum((step + 1.0) * x[(i - step) % 3] for step in range(3)) for i in range(3)])
+
+    layout = {"mesh": sk.abstract_mesh(b=3), "in_specs": P(), "out_specs": P("b")}
+    args = (jax.ShapeDtypeStruct((3,), np.float32),)
+    message = refused(
+        lambda: assert_equal_for_all_inputs(kernel, reference, args=args, grad=False, **layout), AssertionError
+    )
+    assert "with sub in place of add, it is right" in message
+
+
+def test_an_array_of_rounds_begins_one_later():
+    def kernel(x):
+        done = []
+        for _ in range(4):
+            x = jnp.sin(sk.shift(x, "a"))
+            done.append(x)
+        return jnp.stack(done[:3])
+
+    def reference(x):
+        done = []
+        for _ in range(4):
+            x = jnp.sin(jnp.roll(x, 2))
+            done.append(x)
+        return jnp.stack(done[1:])
+
+    args = (jax.ShapeDtypeStruct((4,), np.float32),)
+    layout = {"mesh": sk.abstract_mesh(a=2), "in_specs": A, "out_specs": ROWS}
+    message = refused(
+        lambda: assert_equal_for_all_inputs(kernel, reference, args=args, grad=False, **layout), AssertionError
+    )
+    assert "with stack of what rounds one later made, it is right" in message
