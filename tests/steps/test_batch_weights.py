@@ -42,6 +42,7 @@ def layered(p, batch, keys):
 
 
 # 2049 is no float16 and no bfloat16: the sum was 16384, and the loss not 1.
+@pytest.mark.filterwarnings("ignore:step. the metric 'dtype' must add over its examples")
 @pytest.mark.quick("2-fp16")
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -75,6 +75,7 @@ def close(found: Any, wanted: Any) -> None:
 
 
 # Catches carried state that is not begun, or is one for all workers, and a state that a checkpoint cannot hold.
+@pytest.mark.filterwarnings("ignore:step. the metric 'seen' must add over its examples")
 def test_carried_state_and_checkpoints(tmp_path):
     def counted(params: Any, batch: Any, keys: Any, seen: Any) -> Any:
         return loss_fn(params, batch, keys), {"seen": sk.Mean(jnp.sum(batch["weight"]), 1.0)}
