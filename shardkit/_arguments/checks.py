@@ -288,8 +288,8 @@ def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool
         given_text += f" of {_axis_types(given)} axes"
         context_text += f" of {_axis_types(context)} axes"
     raise ValueError(
-        f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {given_text} in the context of "
-        f"{context_text}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+        f"{where}: mesh must be the mesh of jax.set_mesh if you set one; got mesh {given_text} in the context of "
+        f"{context_text}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of this mesh."
     )
 
 

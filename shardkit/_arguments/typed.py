@@ -129,7 +129,7 @@ def check_keys(where: str, name: str, tree: Any) -> None:
             sorted(tree)
         except TypeError:
             raise TypeError(
-                f"{where}: the keys of each dict in {name} must be of one type, in whose order jax puts the leaves; "
+                f"{where}: the keys of each dict in {name} must be of one type, because jax sorts the leaves by them; "
                 f"got {quoted(tree)}. Make all of them strings."
             ) from None
     if isinstance(tree, Mapping):

@@ -143,15 +143,15 @@ class expects:
             **kwargs: its keyword arguments.
 
         Raises:
-            AssertionError: the compiled program runs other collectives; the message lists every difference, and what
-                the compiler added, merged, dropped or changed.
+            AssertionError: the compiled program runs other collectives; the message lists every difference, and every
+                collective that the compiler added, merged, dropped or changed.
         """
         __tracebackhide__ = True
         self._checked = True
         if self.sums is not None:
             raise ValueError(
-                "expects: sums= is what the traced program adds in, because a compiler may widen or narrow a sum; got "
-                "it in check_compiled. Call check, or leave sums out."
+                "expects: sums= is the dtype of sums in the traced program, because a compiler may widen or narrow a "
+                "sum; got it in check_compiled. Call check, or leave sums out."
             )
         if not callable(program) and not hasattr(program, "differences"):
             raise TypeError(

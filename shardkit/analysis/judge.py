@@ -47,7 +47,7 @@ class OtherFormatError(ValueError):
 
 @dataclass(frozen=True)
 class Audit:
-    """What one call of a step holds, sends and wastes; `print` it, or read its fields.
+    """The result of `audit`: memory, collectives and findings. `print` it, or read its fields.
 
     Attributes:
         step: the step's name, and the line at which it is defined.
@@ -58,8 +58,8 @@ class Audit:
         memory: bytes per device: `.held`, `.temp`, `.peak`; None if it was only traced.
         census: every collective as written, inside shard_map.
         rows: every collective as compiled; none if it was only traced.
-        findings: what breaks a rule, with the line of the user's own code that causes it.
-        skipped: rules that could not be tried, each with the reason.
+        findings: broken rules, each with the line of your code that causes it.
+        skipped: rules that could not run, each with the reason.
         versions: of jax and the compiler.
     """
 
@@ -242,7 +242,7 @@ def lint(
         The findings, in the order of the rules, or an empty list. `print` each one.
 
     Raises:
-        ValueError: a name in `ignore` that is not a rule.
+        ValueError: an unknown rule in `ignore`.
 
     Example:
         >>> swap = lambda x: jax.lax.ppermute(x, "model", [(0, 1), (1, 0)])
@@ -295,8 +295,7 @@ def audit(
         Audit: collectives, findings and, compiled, memory; print it, `.to_json()`, `.compare(before)`.
 
     Raises:
-        ValueError: a name in `ignore` that is not a rule; a step that jax cannot trace, or compile, with these
-            arguments.
+        ValueError: an unknown rule in `ignore`; a step that jax cannot trace, or compile, with these arguments.
         RuntimeError: the target's compiler is missing, or its chips have too little memory.
 
     Example:

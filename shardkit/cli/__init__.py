@@ -43,15 +43,15 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("launch", "start a job of several processes, or print a manifest", "shardkit.cli.launch"),
     Command("doctor", "check this installation, its devices and every collective", "shardkit.cli.doctor"),
-    Command("prove", "a kernel or a step against one device, for all inputs", "shardkit.cli.prove"),
-    Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),
-    Command("plan", "the layouts of a model that fit a machine, and their code", "shardkit.cli.plan"),
+    Command("prove", "prove a kernel or a step against one device", "shardkit.cli.prove"),
+    Command("audit", "find a function's collectives, mistakes and waste", "shardkit.cli.audit"),
+    Command("plan", "find the layouts of a model that fit a machine", "shardkit.cli.plan"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
 )
 BENCH = (
-    Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),
-    Command("strategies", "one model under every plan that fits a mesh", "shardkit.cli.bench.strategies"),
-    Command("compare", "what became slower between two files of results", "shardkit.cli.bench.compare"),
+    Command("comm", "measure collectives, as nccl-tests does", "shardkit.cli.bench.comm"),
+    Command("strategies", "measure one model under every plan that fits a mesh", "shardkit.cli.bench.strategies"),
+    Command("compare", "find cases that became slower between two files", "shardkit.cli.bench.compare"),
 )
 _SHELLS = ("bash", "zsh", "fish")
 _NEEDS = ("packaging", "rich", "tyro", "yaml")

@@ -19,17 +19,17 @@ class Options:
     """Options of `shardkit aot`."""
 
     target: Target
-    """The function to compile. Without --args it must take no parameters and return (fn, *args)."""
+    """The function to compile. Without --args it takes no parameters and returns (fn, *args)."""
     topology: str
     """The chips: 'v5p:8x8x8' (a torus), 'h100:1x4x8' (slices x hosts x GPUs per host)."""
     args: Words = ()
     """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     json: Json = None
-    """Write the report to this file; with - to standard output."""
+    """Write the report to this file, or with - to standard output."""
     timeout: float = 1800.0
-    """Seconds after which the compiler is stopped."""
+    """Seconds to wait for the compiler."""
     devices: int = 8
-    """CPU devices to simulate without an accelerator, for a function that builds its mesh from real devices."""
+    """CPU devices to simulate without an accelerator, if your function builds its mesh from real devices."""
 
 
 def aot(options: Options) -> int:

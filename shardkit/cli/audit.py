@@ -1,4 +1,4 @@
-"""`shardkit audit module:make`: what a function sends, what hangs, is wrong or wasted, and what of that is new."""
+"""`shardkit audit module:make`: a function's collectives, mistakes and waste, and the new ones among them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from shardkit.analysis.judge import Audit
 
 EXAMPLES = {
-    "shardkit audit train.py:make": "make() returns the function and its arguments; it is traced",
+    "shardkit audit train.py:make": "make() returns your function and its arguments",
     "shardkit audit train.py:step --args 'f32[8,128]' key": "types in place of arguments",
-    "shardkit audit train.py:make --explain": "also where the backward pass communicates",
-    "shardkit audit train.py:make --compiled --snapshot kept.json": "compiled too; keep what it finds",
+    "shardkit audit train.py:make --explain": "also explain the backward pass",
+    "shardkit audit train.py:make --compiled --snapshot kept.json": "compile it too, and keep the findings",
     "shardkit audit train.py:make --against kept.json": "exit code 1 if it became worse",
 }
 
@@ -34,39 +34,40 @@ class Options(WithJson):
     args: Words = ()
     """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     target: Optional[str] = None
-    """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
+    """Chips to compile for, such as 'v5e:2x4'; by default the devices of this process."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
     ignore: Words = ()
     """Rules to skip."""
     timeout: float = 1800.0
-    """Seconds after which the compiler of a target is stopped."""
+    """Seconds to wait for the compiler of a target."""
     compiled: bool = False
-    """Also compile it: what it holds, what the compiler adds, and the rules that need to see that. --target implies
-    it."""
+    """Compile it too: shows its memory and the compiler's collectives, and applies the rules on compiled programs.
+    --target implies it."""
     explain: bool = False
-    """Also name the line of the forward pass that causes each collective of the backward pass."""
+    """Name the forward line that causes each collective of the backward pass."""
     snapshot: Optional[Path] = None
-    """Write the audit to this file, for a later --against."""
+    """Write the audit to this file. Compare with it later with --against."""
     against: Optional[Path] = None
-    """A file that --snapshot wrote before: report what is worse."""
+    """A file from --snapshot: report everything that is worse than in it."""
     growth: float = 0.05
-    """Share by which bytes may grow against the snapshot."""
+    """Share by which bytes may grow since the snapshot."""
     large: Optional[int] = None
-    """Bytes from which what several devices hold whole is reported; without it 256 MiB, and 16 MiB if --compiled."""
+    """Report arrays of this many bytes that several devices hold whole; by default 256 MiB, and 16 MiB with
+    --compiled."""
     small: int = 1024
-    """Bytes below which waste is not reported."""
+    """Do not report waste below this many bytes."""
     memory: Optional[int] = None
-    """Bytes that one device can hold, less activations: tensor parallelism of what fits there is reported."""
+    """Bytes that one device can hold, less activations. Reports tensor parallelism of weights that fit."""
     call: bool = True
-    """By default a compiled step is called twice, if its arguments have values, to see whether it compiles again;
-    --no-call leaves that out."""
+    """Call a compiled step twice, if its arguments have values, to see whether it compiles again. Pass --no-call to
+    leave this out."""
 
 
 def audit(options: Options) -> int:
-    """Read any function: its collectives with their lines, what hangs, is wrong or wasted; compiled, its memory too.
+    """Read any function: its collectives with their lines, deadlocks, mistakes and waste; compiled, its memory too.
 
-    The exit code is 1 if there are findings; with --against, if there are new ones or bytes grew.
+    The exit code is 1 if there are findings; with --against, if there are new findings or bytes grew.
     """
     from shardkit.analysis import judge
     from shardkit.analysis.hlo.topology import parse_topology

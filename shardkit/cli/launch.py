@@ -27,21 +27,22 @@ class Options:
         tyro.conf.Positional[tuple[str, ...]],
         tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint=show_default),
     ] = ()
-    """What to run, after --: a script, -m and a module, or any program, with its arguments."""
+    """The program to run, after --: a script, -m and a module, or any program, with its arguments."""
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Processes in the job."""
     devices: Optional[int] = None
-    """Devices per process: simulated CPU devices, or with --accelerator what the cluster allocates to each."""
+    """Devices per process: simulated CPU devices, or with --accelerator the devices that the cluster allocates to
+    it."""
     output: Optional[Path] = None
     """Directory for the standard output and standard error of each process."""
     grace: float = 10.0
-    """Seconds that processes have to exit before they are killed, after one has failed, Ctrl-C or SIGTERM."""
+    """Seconds between the end of the job (a failed process, Ctrl-C or SIGTERM) and the kill of all other processes."""
     restarts: int = 0
-    """Start a failed job again, at most so many times; the program resumes from its checkpoint."""
+    """Start a failed job again, at most this many times. Your program resumes from its checkpoint."""
     port: Optional[int] = None
-    """The coordinator's port; by default a free one, and with --render jobset 55527."""
+    """The coordinator's port; by default a free port, and with --render jobset 55527."""
     render: Optional[Literal["slurm", "jobset"]] = None
-    """Print a batch script or a manifest of this kind, and run nothing."""
+    """Print a batch script or a manifest, and run nothing."""
     name: str = "shardkit"
     """Job name in the manifest."""
     image: Optional[str] = None
@@ -51,7 +52,7 @@ class Options:
     topology: Optional[str] = None
     """Chips of the TPU slice, such as 4x4."""
     json: Json = None
-    """Write how the job ended to this file, or with - to standard output."""
+    """Write the result of the job to this file, or with - to standard output."""
 
 
 _ONLY_IN_MANIFESTS = ("name", "image", "accelerator", "topology")

@@ -73,8 +73,8 @@ def search(
         )
     if sequence is not None or axes != AXES:
         raise ValueError(
-            "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
-            "those of its batch, over one axis. Leave them out."
+            "plan: --sequence and --axes need a transformer; got one for another model, with its examples over one "
+            "axis. Leave them out."
         )
     return _search_of_loss(model, batch, topology.devices, machine)
 

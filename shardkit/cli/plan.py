@@ -14,8 +14,8 @@ from shardkit.cli.options import Optional, WithJson
 from shardkit.cli.output import open_output, write_json
 
 EXAMPLES = {
-    "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "which layouts fit, and why?",
-    "shardkit plan --model 8b --chip v5e --chips 64 --batch 256 --emit plan.py": "write the first as a module",
+    "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "find the layouts that fit, and the reasons",
+    "shardkit plan --model 8b --chip v5e --chips 64 --batch 256 --emit plan.py": "write the first layout as a module",
 }
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 
@@ -25,36 +25,36 @@ class Options(WithJson):
     """Options of `shardkit plan`."""
 
     model: str
-    """8b, 70b or 405b (Llama 3); the config.json of a model on Hugging Face; or, for any other model, FILE.py:FUNCTION,
-    which returns (loss_fn, params, batch), or shapes of the last two."""
+    """8b, 70b or 405b (Llama 3), or the config.json of a model on Hugging Face. For any other model, FILE.py:FUNCTION
+    that returns (loss_fn, params, batch); shapes are enough for params and batch."""
     chip: str
     """v4, v5e, v5p, v6e, tpu7x, a100, h100, h200 or b200."""
     chips: int
-    """How many of them, all in one slice or cluster."""
+    """Number of chips, all in one slice or cluster."""
     batch: str
-    """Sequences (or examples) per step over all chips; or tokens, as 4M-tokens, where M is 2^20."""
+    """Sequences (or examples) per step over all chips; or tokens, such as 4M-tokens (M is 2^20)."""
     sequence: Optional[int] = None
-    """Tokens per sequence of a transformer; 4096 if left out."""
+    """Tokens per sequence of a transformer; by default 4096."""
     axes: tuple[str, ...] = AXES
-    """Axes that may have more than one way, of a transformer."""
+    """Axes of a transformer that may have more than one way."""
     rows: int = 10
-    """Layouts to show, each using other axes than those before it."""
+    """Number of layouts to show, each with other axes."""
     efficiency: float = 1.0
     """Share of the chip's peak that matmuls reach."""
     links: Optional[Path] = None
-    """Records of shardkit bench comm on your machine, over axes named as those of --axes."""
+    """Records of shardkit bench comm on your machine, over axes with the names of --axes."""
     compile: int = 0
-    """How many of the layouts to compile with the chip's real compiler, which takes minutes for each."""
+    """Number of layouts to compile with the chip's real compiler, which takes minutes for each."""
     options: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """An option of the compiler as name=value, such as sk.aot.tune finds, for --compile and --emit; may be repeated."""
+    """A compiler option, name=value, for --compile and --emit; you may repeat it. sk.aot.tune finds good options."""
     emit: Optional[Path] = None
-    """Write the first layout, or with --compile the fastest of the compiled ones, as a module for a training script."""
+    """Write the first layout, or with --compile the fastest compiled layout, as a module for your training script."""
 
 
 def plan(options: Options) -> int:
     """Find the layouts of a model that fit a machine, the fastest first, and say why.
 
-    Times are predictions from published figures, or from those of --links; nothing has been measured. The exit code is
+    Times are predictions from published figures, or from your figures in --links; nothing is measured. The exit code is
     1 if nothing fits.
     """
     from shardkit import cost, planner

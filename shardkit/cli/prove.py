@@ -23,8 +23,8 @@ class Options(WithJson):
     """Options of `shardkit prove`."""
 
     make: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE.py:FUNCTION")]
-    """A function without parameters, of a file or of a module. It returns a dict: the arguments of
-    sk.testing.assert_equal_for_all_inputs if one is "kernel", else those of sk.testing.prove."""
+    """A function without parameters, in a file or a module. It returns a dict of arguments: for
+    sk.testing.assert_equal_for_all_inputs if it has a "kernel", otherwise for sk.testing.prove."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
 
@@ -32,7 +32,7 @@ class Options(WithJson):
 def prove(options: Options) -> int:
     """Prove a kernel for all inputs, or a training step by laws, against one device.
 
-    The exit code is 1 if something is not one device's.
+    The exit code is 1 if something differs from one device.
     """
     from shardkit.meshes.simulated import offer_cpu_devices
     from shardkit.testing._compare import UnequalError

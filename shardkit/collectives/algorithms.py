@@ -36,20 +36,21 @@ Sent = dict[tuple[str, ...], Fraction]
 class Algorithm(NamedTuple):
     """A collective algorithm that strategies use instead of `all_gather`, `reduce_scatter` and `all_reduce`.
 
-    A function may be None where no strategy needs it: `gather=` needs `all_gather`, `reduce=` needs `reduce_scatter` in
-    zero1, zero2 and fsdp, and `all_reduce` in dp. Leaves that zero1, zero2 and fsdp leave whole are summed by its
-    `all_reduce`, or by the plain one if it has none.
+    A function may be None if your strategy does not need it: `gather=` needs `all_gather`; `reduce=` needs
+    `reduce_scatter` in zero1, zero2 and fsdp, and `all_reduce` in dp. Its `all_reduce` sums the leaves that zero1,
+    zero2 and fsdp leave whole; if it has none, the plain all_reduce does.
 
     Attributes:
-        name: as descriptions of a plan print it.
+        name: its name in descriptions of a plan.
         all_gather: `(x, axes, *, dim, replicated) -> whole`; with `replicated=True` invariant over the axes.
         reduce_scatter: `(x, axes, *, dim) -> part`.
         all_reduce: `(leaves, axes) -> sums`, invariant over the axes, of a list of arrays at once.
-        fits: refuses axes over which it cannot run, in one sentence: `(where, axes) -> None`.
-        cost: what one device sends: `(kernel, elements, itemsize, ways) -> {axes: bytes}`, for the kernel's name, the
-            elements of each operand on one device, their bytes each, and the sizes of the axes by name.
-        feedback: whether its reductions, of float32, return `(sums, left)`: `left`, like the operands, is what this
-            device has left out of the sums. The state keeps it, and the next step adds it to the gradient.
+        fits: `(where, axes) -> None`; it raises an error for axes over which the algorithm cannot run.
+        cost: the bytes that one device sends: `(kernel, elements, itemsize, ways) -> {axes: bytes}`, for the kernel's
+            name, the elements of each operand on one device, their bytes each, and the sizes of the axes by name.
+        feedback: whether its reductions, of float32, return `(sums, left)`. `left` has the form of the operands, and is
+            the part that this device has left out of the sums. The state keeps it, and the next step adds it to the
+            gradient.
     """
 
     name: str
@@ -130,10 +131,10 @@ def ring(*, bidirectional: bool = False) -> Algorithm:
 
 @typed
 def hierarchical(inner: Axis) -> Algorithm:
-    """In two levels, of which the one over slow links sends few bytes; see `sk.hierarchical`.
+    """Two levels: few bytes go over the slow links; see `sk.hierarchical`.
 
     Args:
-        inner: the axis (or axes) of the fast links; the strategy's other axes are those of the slow ones, and must come
+        inner: the axis (or axes) of the fast links. The strategy's other axes belong to the slow links, and must come
             before it.
 
     Returns:
@@ -196,18 +197,18 @@ def _two_level_cost(
 
 @typed
 def table(build: Callable[[Op, int], SendTable], *, name: str = "own") -> Algorithm:
-    """By tables: which device sends what to which; see `sk.tables`.
+    """Tables of messages; see `sk.tables`.
 
     Args:
         build: `build(op, devices) -> SendTable` for each of "all_gather", "reduce_scatter" and "all_reduce" that the
             strategy uses, as the functions of `sk.tables` are.
-        name: as descriptions of a plan print it.
+        name: its name in descriptions of a plan.
 
     Returns:
-        An Algorithm for any axis of which `build` makes tables.
+        An Algorithm for any axis for which `build` makes tables.
 
     Raises:
-        ValueError: where a step is traced, from `build`, or a table that is wrong or for something else.
+        ValueError: at trace time: errors of `build`, or a table that is wrong or for something else.
 
     Cost: the `traffic` of its tables, each array padded to a multiple of its chunks.
 
@@ -311,25 +312,25 @@ def compressed(
         dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
         block: elements that share a scale, 1 or more.
         compress_result: in an all_reduce, gather the sums in `dtype` too.
-        feedback: keep what the sums leave out in the residuals of the TrainState, and add it to the gradients of the
-            next step, so that over many steps nothing is left out. For gradients that are reduced once per step, in
-            float32: those of dp, and of zero1 and fsdp without `layerwise`. A skipped step keeps the old residuals;
-            under nonfinite="keep" one that is not finite stays.
-        inner: the axis (or axes) of the fast links, for a reduce_scatter in two levels as in ZeRO++; the strategy's
-            other axes, over which the sums are compressed, must come before it.
+        feedback: keep the part that the sums leave out in the residuals of the TrainState, and add it to the gradients
+            of the next step. So over many steps nothing is left out. Use it for gradients that are reduced once per
+            step, in float32: in dp, and in zero1 and fsdp without `layerwise`. A skipped step keeps the old residuals;
+            under nonfinite="keep" a residual that is not finite stays.
+        inner: the axis (or axes) of the fast links, for a reduce_scatter in two levels as in ZeRO++. It compresses sums
+            over the strategy's other axes; they must come before it.
         inner_dtype: the dtype inside; None: float32. It needs `inner`.
 
     Returns:
-        An Algorithm; with feedback for `reduce=` only. Weights that are not floating-point are refused where the step
-            is traced.
+        An Algorithm; with feedback for `reduce=` only. A step raises an error at trace time for weights that are not
+            floating-point.
 
     Raises:
         ValueError: another dtype, an empty block, or `inner_dtype` without `inner`; from the strategy, axes that do not
             end in `inner`.
 
     Cost: for messages of Q = `cost.quantized_bytes` of what is sent to one device, Q (n-1); an all_reduce sends its
-        sums too. Feedback sends nothing more, and each device holds a residual in float32 of every gradient, as it is
-        before the reduction: whole under dp and zero1.
+        sums too. Feedback sends nothing more, and each device holds a float32 residual for every gradient before its
+        reduction: whole under dp and zero1.
 
     Example:
         >>> small = sk.algorithms.compressed(jnp.int8)

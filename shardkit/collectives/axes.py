@@ -60,7 +60,7 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
         The same values, typed as varying.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Cost: none.
 
@@ -129,7 +129,7 @@ def as_numbers(x: Any) -> jax.Array:
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(
-            f"sum: what is added over devices must be numbers; got {x.aval.str_short()}. Fold keys with "
-            "sk.fold_axis, or sum what is drawn from them."
+            f"sum: devices can add numbers only; got {x.aval.str_short()}. Fold keys with sk.fold_axis, or sum the "
+            "numbers that you draw from them."
         )
     return x.astype(jnp.int32) if x.dtype == bool else x

@@ -37,9 +37,9 @@ _Pair = tuple[jax.Array, Any]  # a result and the new residual
 
 @partial(typed, where="compressed.all_gather")
 def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int = 256, replicated: bool = False) -> Any:
-    """Concatenates the devices' shards of each leaf along `dim`, sent in a small dtype.
+    """Concatenates the devices' shards of each leaf along `dim`, and sends them in a small dtype.
 
-    Every device restores the same values from the same bytes, also of its own shard.
+    Every device restores the same values from the same bytes, also for the shard that it sent.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
     Args:
@@ -52,8 +52,9 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
         replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires.
 
     Returns:
-        Arrays of the dtypes of x, whose size along `dim` is n times the shard's. The derivative is that of all_gather
-        (straight-through): a reduce_scatter backward, uncompressed. A non-finite element makes its block non-finite.
+        Arrays in the dtypes of x, with n times the shard's size along `dim`. The derivative is the derivative of
+            all_gather (straight-through): a reduce_scatter backward, uncompressed. A non-finite element makes its block
+            non-finite.
 
     Raises:
         ValueError: an unbound axis, another `dtype`, a block of no elements, or a `dim` the array does not have.
@@ -89,22 +90,23 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
 def reduce_scatter(
     x: Arrays, axis: Axis, residual: Arrays | None = None, *, dim: int = 0, dtype: DType, block: int = 256
 ) -> tuple[Any, Any]:
-    """Sums each leaf over the devices of `axis`, sent in a small dtype; each device gets its shard along `dim`.
+    """Sums each leaf over the devices of `axis`, and sends it in a small dtype; each device gets its shard along `dim`.
 
     Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32.
 
     Layout: `X[.., D, ..] {U_a} -> X[.., D_a, ..]`
     Args:
         x: pytree of floating-point arrays of the whole size.
-        axis: axis name or tuple of names; a tuple is one level, each device sending to all others.
-        residual: what has not been sent so far, zeros in float32 or from the last call; None for no error feedback.
+        axis: axis name or tuple of names. A tuple is one level: each device sends to all others.
+        residual: the part not sent so far: zeros in float32, or the residual of the last call; None for no error
+            feedback.
         dim: the dim to split; its size must be divisible by n.
         dtype, block: as for all_gather, in blocks of the flattened chunks.
 
     Returns:
         The shards of the sums, in the dtypes of x, 1/n of the input's size along `dim`; and the new residual, or None.
-        The derivative is that of the exact sum of x + residual (straight-through), and zero for the new residual. A
-        non-finite element makes its block non-finite in both: a step that is skipped must keep its old residual.
+        The derivative is the derivative of the exact sum of x + residual (straight-through), and zero for the new
+        residual. A non-finite element makes its block non-finite in both: if you skip a step, keep its old residual.
 
     Raises:
         ValueError: an unbound axis, another `dtype`, a block of no elements, a `dim` the array does not have or that
@@ -153,19 +155,19 @@ def reduce_scatter_two_level(
 ) -> tuple[Any, Any]:
     """Sums over both axes, compressed over the slow links, or over both; each device gets its shard along `dim`.
 
-    First over the inner axis: in float32, or in `inner_dtype` with every device sending each other its chunks. The
-    partial sums, in float32, are quantized and sent over the outer axis: 1/I of the bytes that one level over both axes
-    sends there.
+    First it sums over the inner axis: in float32, or in `inner_dtype`, and then every device sends chunks to every
+    other. It quantizes the partial sums, and sends them over the outer axis: 1/I of the bytes that one level over both
+    axes sends there.
 
     Layout: `X[.., D, ..] {U_inner, U_outer} -> X[.., D_(outer,inner), ..]`
     Args:
         x: pytree of floating-point arrays of the whole size.
         inner: the axis (or axes) of the fast links, I devices.
         outer: the axis (or axes) of the slow links, O devices; major in the order.
-        residual: as for reduce_scatter; what the second rounding leaves is kept by the device that rounded.
+        residual: as for reduce_scatter; each device keeps the error of its second rounding too.
         dim: the dim to split; its size must be divisible by I * O.
-        dtype: what is sent over the outer axis: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
-        inner_dtype: likewise over the inner axis; None for an uncompressed reduce_scatter in float32.
+        dtype: the dtype over the outer axis: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
+        inner_dtype: the dtype over the inner axis; None for an uncompressed reduce_scatter in float32.
         block: elements that share a scale, 1 or more.
 
     Returns:
@@ -236,7 +238,7 @@ def all_reduce(
     block: int = 256,
     compress_result: bool = False,
 ) -> tuple[Any, Any]:
-    """Sums each leaf over the devices of `axis`, sent in a small dtype.
+    """Sums each leaf over the devices of `axis`, and sends it in a small dtype.
 
     Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32; the
     sums are gathered in the dtype of x, or quantized again.
@@ -245,7 +247,7 @@ def all_reduce(
     Args:
         x: pytree of floating-point arrays.
         axis: axis name or tuple of names.
-        residual: as for reduce_scatter; what the second rounding leaves is kept by the device that rounded.
+        residual: as for reduce_scatter; each device keeps the error of its second rounding too.
         dtype, block: as for reduce_scatter.
         compress_result: gather the sums in `dtype` too.
 

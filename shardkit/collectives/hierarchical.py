@@ -27,7 +27,7 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
 
     Layout: `X[...] {U_inner, U_outer} -> X[...]`
     Args:
-        x: pytree of arrays. A size that does not divide by the inner axis is padded with zeros.
+        x: pytree of arrays. A size that the inner axis does not divide is padded with zeros.
         inner: the axis (or axes) of the fast links, I devices.
         outer: the axis (or axes) of the slow links, O devices.
         op: "sum" or "mean".
@@ -74,7 +74,7 @@ def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated:
         replicated: return a result that is invariant over both axes, as `out_specs=P()` requires.
 
     Returns:
-        Arrays whose size along `dim` is I * O times the shard's.
+        Arrays with I * O times the shard's size along `dim`.
 
     Raises:
         ValueError: an unbound axis, an axis in both, or a `dim` the array does not have.
@@ -112,7 +112,7 @@ def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Lit
         op: "sum" or "mean".
 
     Returns:
-        Arrays whose size along `dim` is 1 / (I * O) of the input's.
+        Arrays with 1 / (I * O) of the input's size along `dim`.
 
     Raises:
         ValueError: an unbound axis, an axis in both, a `dim` the array does not have or that does not divide.

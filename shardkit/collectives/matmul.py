@@ -56,7 +56,7 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
             replace D. It varies over `axis` and over all axes of x and w.
 
     Raises:
-        ValueError: an unbound axis, another `impl`, operands whose dims do not match.
+        ValueError: an unbound axis, another `impl`, or operands with other dims.
         TypeError: operands that are not floating-point, or of two dtypes.
 
     Cost: B (n-1) bytes in n-1 hops, B being x_tD, for every `impl`; the backward pass 2 B (n-1) bytes, in n-1 hops both
@@ -105,7 +105,7 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
         axes over which h or w vary.
 
     Raises:
-        ValueError: an unbound axis, another `impl`, operands whose dims do not match, T that does not divide.
+        ValueError: an unbound axis, another `impl`, operands with other dims, or T that does not divide.
         TypeError: operands that are not floating-point, or of two dtypes.
 
     Cost: B (n-1) bytes in n-1 hops, B being the result, for every `impl`; the backward pass the same.

@@ -38,7 +38,7 @@ def assume_replicated(x: Arrays, axis: Axis) -> Any:
         The same values, invariant over `axis`. Under vmap with an axis name, which tracks no types, `x` itself.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Cost: none.
 

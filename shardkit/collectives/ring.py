@@ -27,7 +27,7 @@ _Names = tuple[str, ...]
 
 @partial(typed, where="ring.all_gather")
 def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = False, replicated: bool = False) -> Any:
-    """Concatenates the devices' shards along `dim`, passing them around a ring.
+    """Concatenates the devices' shards along `dim`: they pass around a ring.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
     Args:
@@ -36,7 +36,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
         dim: the dim to concatenate along.
         bidirectional: send both ways at once: half the hops, each with two messages in opposite directions.
         replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires. Its transpose slices an
-            all-reduced cotangent; the default's transpose is a ring reduce_scatter.
+            all-reduced cotangent. The transpose of the default is a ring reduce_scatter.
 
     Returns:
         Arrays with n times the shard's size along `dim`.
@@ -70,7 +70,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
 def reduce_scatter(
     x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False
 ) -> Any:
-    """Sums over the devices of `axis`; each gets its shard along `dim`, passing partial sums around a ring.
+    """Sums over the devices of `axis`; each gets its shard along `dim`. Partial sums pass around a ring.
 
     Shard d is summed in the order of the ring: device d+1 first, then d+2, and d last.
 
@@ -83,7 +83,7 @@ def reduce_scatter(
         bidirectional: pass partial sums from both sides, each of half of the devices.
 
     Returns:
-        Arrays whose size along `dim` is 1/n of the input's.
+        Arrays with 1/n of the input's size along `dim`.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have or that does not divide, or another `op`.
@@ -117,12 +117,12 @@ def all_reduce(
 
     Layout: `X[...] {U_a} -> X[...]`
     Args:
-        x: pytree of arrays; booleans count as int32. A size that does not divide by n is padded with zeros.
+        x: pytree of arrays; booleans count as int32. A size that n does not divide is padded with zeros.
         axis: axis name or tuple of names.
         op: "sum" or "mean".
         bidirectional: send both ways at once.
-        replicated: return a result that is invariant over `axis`, as `all_reduce` does, whose derivative sends nothing.
-            The default's sends as much again.
+        replicated: return a result that is invariant over `axis`, as `sk.all_reduce` does. Its derivative sends
+            nothing; the derivative of the default sends the same bytes again.
 
     Returns:
         Arrays of the same shapes, with the same bits on every device.

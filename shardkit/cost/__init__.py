@@ -1,7 +1,7 @@
 """Closed forms for the cost of a computation, from its sizes alone; chips as data.
 
-Start with `collectives.py`, which says what a collective sends, and `links.py`, what that takes. A new chip is one row
-in `hardware.py`. Imports argument checks only, and no jax arrays.
+Start with `collectives.py`, the bytes of a collective, and `links.py`, its time. A new chip is one row in
+`hardware.py`. Imports argument checks only, and no jax arrays.
 """
 
 from shardkit.cost.activations import activation_memory

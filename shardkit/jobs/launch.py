@@ -59,19 +59,19 @@ def launch(
     environ: Mapping[str, str] | None = None,
     restarts: int = 0,
 ) -> int:
-    """Runs `processes` processes of one command on this machine, ends all when one fails, and may start them again.
+    """Runs one command in several processes on this machine. When one process fails, it ends all, and may restart them.
 
     Each process gets its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
-    MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and a new secret in SHARDKIT_JOB_TOKEN, unless the environment has
-    one, without which no other process can join. Complete lines of a process's output are printed with the prefix
-    `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they get SIGTERM, and
-    after as long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on to the
-    processes, with the same consequences. Child processes that stay in the process groups end with the last process,
-    and everything ends with the launcher, even by SIGKILL. Standard input is empty.
+    MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK. It also gets a new secret in SHARDKIT_JOB_TOKEN, unless the
+    environment has one; no process can join without it. You see complete lines of each process's output, with the
+    prefix `[index] `. When one process fails, the others have `grace` seconds to report and exit. Then they get
+    SIGTERM, and after the same time again, at most 5 s, SIGKILL. The launcher passes SIGINT, SIGTERM and SIGHUP on to
+    the processes, with the same consequences. Child processes that stay in the process groups end with the last
+    process, and everything ends with the launcher, even by SIGKILL. Standard input is empty.
 
-    With `restarts` a job that failed starts again with all its processes, after a wait that doubles from a second to a
-    minute, and its program resumes from its newest checkpoint. An exit code 2 (a wrong command) and a signal to the
-    launcher are final. SHARDKIT_RESTARTS tells its processes how many restarts there were.
+    With `restarts`, a failed job starts again with all its processes, after a wait that doubles from a second to a
+    minute. Your program then resumes from its newest checkpoint. An exit code 2 (a wrong command) and a signal to the
+    launcher are final. SHARDKIT_RESTARTS tells the processes the number of restarts.
 
     Args:
         command: the words of the command; `script.py ...` and `-m module ...` run under this Python.
@@ -79,17 +79,17 @@ def launch(
         devices: simulated CPU devices per process; by default jax detects the devices.
         output: a directory for `INDEX.out` and `INDEX.err`: the output of each process, without prefixes.
         grace: seconds from the first failure, or from a signal, to SIGTERM.
-        port: the coordinator's port; by default a free one.
-        environ: the environment to start from; by default that of this process.
+        port: the coordinator's port; by default a free port.
+        environ: the environment to start from; by default the environment of this process.
         restarts: the most restarts.
 
     Returns:
-        0 if all processes succeed, else the exit code of the process that `guard` named, or of the first to fail: 128
-        + s if signal s ended it, or came to the launcher, which had to kill them.
+        0 if all processes succeed. Otherwise the exit code of the process that `guard` named, or of the first process
+            that failed: 128 + s if signal s ended it, or if signal s came to the launcher and it had to kill processes.
 
     Raises:
-        ValueError: fewer than one process or device, an invalid port, a negative grace, no command or one that cannot
-            be started, or an output directory that cannot be written.
+        ValueError: fewer than one process or device, an invalid port, a negative grace, no command, a command that
+            cannot start, or an output directory that is not writable.
 
     Example:
         Two processes with four simulated devices each:

@@ -112,7 +112,7 @@ def row_linear(
     if not h.ndim or not 2 <= w.ndim <= h.ndim + 1 or h.shape[1 - w.ndim :] != w.shape[:-1]:
         raise ValueError(
             f"row_linear: w must be [f, D] or [h, K, D], as h is [.., f] or [.., h, K]; got {w.shape} for {h.shape}. "
-            f"Pass w whose dims but the last are the last of h, such as ({h.shape[-1] if h.ndim else 8}, D)."
+            f"Pass w with the last dims of h before D, such as ({h.shape[-1] if h.ndim else 8}, D)."
         )
     names = live_axes("row_linear", axis, h, w)
     check_split("row_linear", "w", names, w)

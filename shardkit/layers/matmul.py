@@ -34,8 +34,8 @@ def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> 
     whole = [name for name in names if sizes[name] > 1 and name in invariant]
     if whole:
         raise ValueError(
-            f"{where}: {what} must be sharded over {named(names)}, over which the product is summed; got one that is "
-            f"invariant over {named(whole)}. Shard it, with tp for example, or pass another axis."
+            f"{where}: {what} must be sharded over {named(names)}, because the product is summed there; got one that "
+            f"is invariant over {named(whole)}. Shard it, with tp for example, or pass another axis."
         )
 
 

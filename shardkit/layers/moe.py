@@ -56,8 +56,8 @@ def moe(
     `Dropless(impl="gather")` or `"ring"` sends whole tokens instead of choices, and sums over a token's experts instead
     of their outputs. Each device with some of the experts rounds its sum to the dtype of x. You send less than with
     "dense" if min(top_k, E/n) > 1, and less than with "ragged" if top_k > n. Buffers hold the worst case too: "gather"
-    all n N tokens and n N min(top_k, E/n) rows, "ring" N tokens and N min(top_k, E/n) rows, but those of each hop for a
-    backward pass.
+    all n N tokens and n N min(top_k, E/n) rows, "ring" N tokens and N min(top_k, E/n) rows, and for a backward pass the
+    rows of each hop.
 
     Layout: `x[N_a, D], router[D, E], experts[E_a, ..] -> y[N_a, D]`; in between `[E, C_a, D] -> [E_a, C, D]` and back
     Args:

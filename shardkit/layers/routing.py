@@ -283,8 +283,8 @@ def routing_stats(
     N, E = logits_NE.shape
     if routing.expert.shape[0] != N:
         raise ValueError(
-            f"routing_stats: routing must be of these tokens; got one of {routing.expert.shape[0]} for {N}. Pass what "
-            "route returned for these logits."
+            f"routing_stats: routing must be of these tokens; got one of {routing.expert.shape[0]} for {N}. Pass the "
+            "result of route for these logits."
         )
     top_k = routing.expert.shape[1]
     logits_NE = logits_NE.astype(jnp.float32)

@@ -22,7 +22,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     """Turns logical axis names into mesh layouts: `("embed", "hidden")` into `P(None, "model")`.
 
     Args:
-        logical_axes: pytree whose leaves are tuples with one logical name (or None) for each dim of the array.
+        logical_axes: pytree of tuples, with one logical name (or None) for each dim of the array.
         rules: logical name to mesh axis, tuple of mesh axes, or None (replicated); a mapping or a list of pairs.
 
     Returns:

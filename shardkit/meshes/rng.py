@@ -31,7 +31,7 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
         A key of the same kind, varying over `axis`.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Example:
         >>> draw = lambda key: jax.random.bits(sk.fold_axis(key, "data"), 1)
@@ -57,7 +57,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
         A key of the same kind, varying over `axes`.
 
     Raises:
-        ValueError: an axis that is not bound here, or named twice.
+        ValueError: an unbound axis, or an axis named twice.
 
     Example:
         >>> draw = lambda key: jax.random.bits(sk.fold_axes(key, ("data", "model")), 1)
@@ -175,8 +175,8 @@ def refuse_unstable(where: str, keys: jax.Array) -> None:
     """Refuses keys whose draws differ under vmap, and so depend on mesh and batch."""
     if _is_typed(keys) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
         raise ValueError(
-            f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
-            f"{jax.random.key_impl(keys)!r}. Pass jax.random.key(seed, impl='threefry2x32')."
+            f"{where}: keys must draw the same numbers in every batch; got {jax.random.key_impl(keys)!r}. Pass "
+            "jax.random.key(seed, impl='threefry2x32')."
         )
 
 

@@ -91,7 +91,7 @@ def _not_additive(total: State, weight: State) -> Met | None:
         if isinstance(state, Met):
             return state
         if isinstance(state, Rows):  # a scalar has no rows but those of a loop's one example
-            return Met("a value of one example is taken for that of all", "")
+            return Met("a value of one example is used for all examples", "")
     if isinstance(total, Whole) and total.zero:
         return None
     if UNKNOWN in (_growth(total), _growth(weight)):

@@ -67,8 +67,8 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
         if not any(counts[axis] >= sums for axis in axes):
             continue
         message = (
-            f"what each device has divided by a sum over its own examples is summed over {quoted(sorted(axes))}: it is "
-            "another number on each mesh, unless these sums are equal."
+            "each device divides by a sum over its examples, and the quotients are summed over "
+            f"{quoted(sorted(axes))}: the result differs between meshes, unless these sums are equal."
         )
         remedy = "Return sk.Mean(total, weight) from the loss, or all_reduce the sum before dividing by it."
         remarks.append(Remark("mean-of-quotients", message, line, remedy))

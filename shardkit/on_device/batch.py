@@ -31,7 +31,7 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
         got = ", ".join(f"{name}: {size}" for name, size in sizes) or "no array"
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got {got}. Pass "
-            "arrays that share dim 0; what all examples share goes into carried state, or the loss."
+            "arrays that share dim 0, and put values for all examples into carried state, or into the loss."
         )
     axes_of_dims = spec_axes(spec) or [()]  # dim 0 may be split by microbatches alone
     for path, x in leaves:

@@ -68,7 +68,7 @@ def product(pair: Pair, operands: list[State]) -> State:
             continue
         result = _product_of_rows(pair, side, state, operands[1 - side], scale)
         if result is None:
-            return pair.met("dot_general multiplies examples by others, or by what depends on their place")
+            return pair.met("dot_general multiplies examples by others, or by values that depend on their place")
         results.append(result)
     if len(set(results)) > 1:
         return pair.met("dot_general pairs every example with every other")

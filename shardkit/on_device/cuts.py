@@ -62,7 +62,7 @@ def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int
     if jnp.shape(result) != shape:
         raise ValueError(
             f"{algorithm}: the result of {kernel} must have shape {shape}; got {jnp.shape(result)}. Return the shape "
-            f"of sk.{kernel}, and that of the operand for what feedback leaves out."
+            f"of sk.{kernel}, and the operand's shape for the feedback."
         )
     return result
 

@@ -138,5 +138,5 @@ def _add_totals(pair: Pair, states: Sequence[State]) -> State:
     scale = scales.pop()
     for state in states:
         if isinstance(state, Whole) and not state.zero and state.scale != 2 * scale:
-            return pair.met("what does not depend on the examples is added to a sum over them")
+            return pair.met("a value that does not depend on the examples is added to a sum over them")
     return Total(scale)

@@ -78,7 +78,7 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
 
 def _already_summed(gradient: PartialGradient, axes: Iterable[str]) -> ValueError:
     return ValueError(
-        "step: with error feedback a GradFn must return gradients that are not summed yet; that of leaf "
+        "step: with error feedback a GradFn must return gradients that are not summed yet; the gradient of leaf "
         f"{gradient.path} is summed over {quoted(sorted(axes))}. Return local sums, as value_and_grad does, or leave "
         "out feedback=True."
     )

@@ -106,8 +106,8 @@ class Groups(NamedTuple):
         for path, layout in jax.tree_util.tree_leaves_with_path(placement.layouts, is_leaf=is_layout):
             if any(split.scatter != "step" for split in layout.splits):
                 raise ValueError(
-                    "make_train_step: with deterministic= every gradient must be summed at the end of the step; that "
-                    f"of leaf {path_name(path)} is not. Use dp, zero1, or fsdp without layerwise=."
+                    "make_train_step: with deterministic= every gradient must be summed at the end of the step; the "
+                    f"gradient of leaf {path_name(path)} is not. Use dp, zero1, or fsdp without layerwise=."
                 )
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             if jnp.ndim(x) and jnp.shape(x)[0] % self.number:

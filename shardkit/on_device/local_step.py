@@ -190,8 +190,8 @@ def _check_names(aux: Mapping[str, Any]) -> None:
 
 def _check_gradients(params: Any, grads: Any) -> None:
     """Refuses gradients that differ in tree or shape from the parameters that the GradFn got."""
-    rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
-    remedy = "Return what value_and_grad returns, or pytrees like it."
+    rule = "make_train_step: a GradFn must return a gradient of every parameter, with its shape"
+    remedy = "Return the same as value_and_grad, or pytrees like it."
     leaves = parts(params)
     ours = str(jax.tree.structure(grads))
     theirs = str(jax.tree.structure(leaves))

@@ -79,8 +79,8 @@ def _weight_jvp(primals: Any, tangents: Any) -> Any:
     tangent, _ = tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
         raise TypeError(
-            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
-            "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+            "Mean: the weight of a loss must not depend on the parameters, because the step differentiates the total "
+            "alone; this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
         )
     return weight, tangent
 

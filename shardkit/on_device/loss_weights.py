@@ -139,7 +139,7 @@ def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once
         raise ValueError(
             f"Mean {mean.name!r}: the weight of examples must be a sum over them, because it counts once on each "
             f"device along {axes}, and in each microbatch; got one that depends only on parameters or carried state. "
-            "Pass the weights of this device's examples, or vary(weight, axes) of its own share."
+            "Pass the weights of this device's examples, or vary(weight, axes) of this device's share."
         )
     made_of -= {_STATE}
     if not once and made_of and made_of <= leaves.scalars and not counted <= leaves.scalars:
@@ -150,10 +150,10 @@ def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once
         )
     if split and mean.unshared and made_of and made_of <= leaves.whole and not counted <= leaves.whole:
         raise ValueError(
-            f"Mean {mean.name!r}: the weight must be that of the parts of examples which a device has, because it "
-            f"counts once on each along {axes}; got one that depends only on leaf "
-            f"{names[min(made_of)]}, which all of them have whole. Pass a weight for each part, as "
-            "an array with its dims, or vary(weight, axes) if the total is of whole examples too."
+            f"Mean {mean.name!r}: the weight must count this device's parts of examples, because it is added once on "
+            f"each device along {axes}; got one that depends only on leaf {names[min(made_of)]}, which every device "
+            "has whole. Pass a weight for each part, as an array with its dims, or vary(weight, axes) if the total "
+            "is of whole examples too."
         )
 
 

@@ -46,8 +46,8 @@ class Mean(NamedTuple):
         for name, x in (("values", values), ("weights", weights)):
             if x is not None and not is_real(x.dtype):
                 raise TypeError(
-                    f"Mean.of: {name} must be real numbers, of which a mean is one; got {kind(x)}. Pass a real part, "
-                    "as jnp.real(x) or jnp.abs(x)."
+                    f"Mean.of: {name} must be real numbers; got {kind(x)}. Pass a real part, as jnp.real(x) or "
+                    "jnp.abs(x)."
                 )
         values = values.astype(jnp.float32)
         if weights is None:

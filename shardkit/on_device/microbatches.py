@@ -128,10 +128,10 @@ def _warn_of_mixing(jaxpr: Any, parts: int, batch_axes: tuple[str, ...]) -> None
             continue
         if not site.backward and not (site.within(PLAN) or site.within(PER_MICROBATCH)):
             warnings.warn(
-                f"make_train_step: with accumulate={parts} the loss gets one microbatch at a time, and the "
-                "results of what it sends over an axis of the batch are those of a microbatch; it calls "
-                f"{collective} over {quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and "
-                "save memory with scan_layers(..., microbatches=) or remat=, if all examples count together.",
+                f"make_train_step: with accumulate={parts} the loss gets one microbatch at a time, so a collective "
+                f"over an axis of the batch mixes the examples of one microbatch; it calls {collective} over "
+                f"{quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and save memory with "
+                "scan_layers(..., microbatches=) or remat=, if all examples count together.",
                 stacklevel=2,
             )
             return

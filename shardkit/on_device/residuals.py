@@ -127,12 +127,12 @@ def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:
     shapes = residual_shapes(params, placement)
     if residuals is None and shapes is not None:
         raise ValueError(
-            "step: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. Pass a "
-            f"state from init, or state._replace({zeros}), which begin with zeros."
+            "step: with error feedback in the plan, the state must hold residuals; it holds none. Pass a state from "
+            f"init, or state._replace({zeros}), which begin with zeros."
         )
     if residuals is not None and shapes is None:
         raise ValueError(
-            "step: a state whose plan has no error feedback must hold no residuals; it holds those of "
+            "step: without error feedback in the plan, the state must hold no residuals; it holds residuals of "
             f"{quoted(_shapes_by_path(residuals))}. Pass state._replace(residuals=None): the steps after it never add "
             "what compressed reductions have left out so far."
         )
@@ -152,9 +152,9 @@ def residual_layouts(where: str, residuals: Any, params: Any, placement: Placeme
     shapes = residual_shapes(params, placement)
     for path, ours, theirs in _differences(residuals, shapes):
         raise ValueError(
-            f"{where} must be a plan with residuals as those of the state; that of leaf {path} has shape {theirs} "
-            f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps the "
-            "sum of the residuals, or pass state._replace(residuals=None), which drops them."
+            f"{where} must be a plan with the residuals of the state; the residual of leaf {path} has shape {theirs} "
+            f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps "
+            "the sum of the residuals, or pass state._replace(residuals=None), which drops them."
         )
     return jax.tree.map(Storage, _specs(shapes))
 

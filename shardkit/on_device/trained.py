@@ -21,7 +21,7 @@ def check_trained(trained: Any) -> None:
         if not isinstance(flag, bool):
             raise TypeError(f"{_TRAINED}; got {flag!r} in it. Pass for example {{'layers': False, 'head': True}}.")
     if trained is not None and not any(flags):
-        raise ValueError(f"{_TRAINED}, True for some leaf; got {trained!r}. Set True for what is trained.")
+        raise ValueError(f"{_TRAINED}, True for some leaf; got {trained!r}. Set True for the leaves that you train.")
 
 
 # What GradFns say of the leaves that they train, while a step is traced: it leaves frozen ones as they are.

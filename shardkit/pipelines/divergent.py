@@ -44,7 +44,7 @@ def refuse_mixed(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...]) -> No
             names = mesh_axes(site.equation)
             if set(names) & set(axes):
                 raise ValueError(
-                    f"{where}: a stage must hold no collective over {named(axes)}, whose devices run other "
+                    f"{where}: a stage must hold no collective over {named(axes)}, because its devices run different "
                     f"microbatches; got {kind_of(site.equation)} over {quoted(names)} at {site.source}. Leave that "
                     f"axis out, as moe(..., stage={axes[0]!r}) does."
                 )

@@ -127,7 +127,7 @@ class Pieces:
         if any(varying_axes(x) & set(self._axes) for x in jax.tree.leaves(embedded)):
             raise ValueError(
                 f"{self._model.where}: a spread embedding must return the same on all devices of {named(self._axes)}; "
-                "got each device's own. Look tokens up with vocab_embed, or sum what the parts give."
+                "got a different value on each device. Look tokens up with vocab_embed, or sum the parts."
             )
 
     def _find_activations(self, embedded: Any) -> Any:
@@ -156,9 +156,9 @@ class Pieces:
             if not is_list_of_layers(layers):
                 raise
             raise TypeError(
-                f"{self._model.where}: the layers must be one stack, a pytree whose leaves have the layer as dim 0; "
-                f"got a list of {len(layers)}. Stack them once, before init, with "
-                "jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)."
+                f"{self._model.where}: the layers must be one stack, a pytree of leaves with the layer as dim 0; got "
+                f"a list of {len(layers)}. Stack them once, before init, with jax.tree.map(lambda *leaves: "
+                "jnp.stack(leaves), *layers)."
             ) from error
 
     def _check_kinds(self, x: Any, y: Any) -> None:

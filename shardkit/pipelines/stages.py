@@ -75,9 +75,8 @@ def fit_plan(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
         )
     if planned.stages.devices is not None and planned.stages[1:] != stages[1:]:
         raise ValueError(
-            "pp: the plan of a pipeline must have the stages of its schedule, "
-            f"{_describe(stages)}; got those of another, {_describe(planned.stages)}. "
-            f"Pass the plan of the same pipeline, or chain({pp.name}, ...)."
+            f"pp: the plan of a pipeline must have the stages of its schedule, {_describe(stages)}; got the stages of "
+            f"another, {_describe(planned.stages)}. Pass the plan of the same pipeline, or chain({pp.name}, ...)."
         )
     strategies = [pp if part is planned else part for part in plan.strategies]
     return plan._replace(strategies=tuple(strategies))

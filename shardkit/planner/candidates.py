@@ -161,7 +161,7 @@ def list_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     for candidate in listed:
         if not isinstance(candidate, Candidate):
             raise TypeError(
-                f"planner: candidates must be of type Candidate; got {candidate!r}. Pass what search or estimate "
-                "returned."
+                f"planner: candidates must be of type Candidate; got {candidate!r}. Pass a result of search or "
+                "estimate."
             )
     return listed

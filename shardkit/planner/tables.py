@@ -35,7 +35,8 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
     names = list(names)
     if names and len(names) != len(candidates):
         raise ValueError(
-            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."
+            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass one for each, or "
+            "none."
         )
     columns = list_columns([candidate.layout for candidate in candidates])
     rows = [[*columns, *_FIGURES]]

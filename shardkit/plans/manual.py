@@ -36,7 +36,7 @@ def manual_axes(where: str, manual: Any, plan: Any, mesh: Any) -> tuple[str, ...
     if missing:
         raise ValueError(
             f"{where}: manual must name every axis of the plan; got {quoted(axes)} for {plan}. Add {missing[0]!r} to "
-            "manual, or leave it out of the plan, and the partitioner splits what is laid out over it."
+            "manual, or leave it out of the plan, so that the partitioner splits arrays over it."
         )
     return axes
 

@@ -220,9 +220,9 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
     for split in layout.splits:
         if split.reduce_by.feedback and split.scatter in times:
             raise ValueError(
-                f"{split.reduce_by}: the gradient of a leaf must be reduced once per step; that of leaf {path} is "
-                f"reduced {times[split.scatter]} over {named(split.axes)}. Use it in dp, or in zero1 or fsdp without "
-                "layerwise, or leave out feedback=True."
+                f"{split.reduce_by}: the gradient of a leaf must be reduced once per step; the gradient of leaf "
+                f"{path} is reduced {times[split.scatter]} over {named(split.axes)}. Use it in dp, or in zero1 or "
+                "fsdp without layerwise, or leave out feedback=True."
             )
     if not layout.rows:
         return

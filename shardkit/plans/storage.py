@@ -233,7 +233,7 @@ def check_storage(where: str, tree: Any, storage: Any, mesh: Mesh) -> None:
             raise ValueError(
                 f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored "
                 f"{_describe_form(*actual)}, and must be {_describe_form(sizes, form.rows)}. Pass unpadded(...) of "
-                "them to init, or to an evaluation whose plan pads nothing."
+                "them to init, or to an evaluation with a plan that pads nothing."
             )
 
 

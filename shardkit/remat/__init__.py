@@ -1,4 +1,4 @@
-"""Rematerialization: layers that gather their weights where they use them, and what a backward pass recomputes.
+"""Rematerialization: layers that gather their weights where they use them, and policies for the backward pass.
 
 Start with `layers.py`: `gathered` and `scan_layers`. `recompute.py` holds the policies. Imports collectives and
 on_device.

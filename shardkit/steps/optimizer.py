@@ -96,9 +96,8 @@ def _is_of_its_arguments(error: BaseException) -> bool:
 
 def _what_it_is_given(name: str, failure: str = "") -> str:
     return (
-        f"make_train_step: the optimizer {name} is given gradients, its state, the parameters and value=loss{failure}. "
-        "If it needs more, pass another, or a GradientTransformation of your own around it that gives it what it asks "
-        "for."
+        f"make_train_step: the optimizer {name} gets gradients, its state, the parameters and value=loss{failure}. If "
+        "it needs more, pass another one, or wrap it in a GradientTransformation that passes the missing arguments."
     )
 
 

@@ -139,14 +139,14 @@ def check_trainable(params: Any) -> Any:
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
-                f"leaf {path_name(path)} is {dtype or type(x).__name__}. Pass what is not trained in the batch, or let "
-                "the loss close over it (eqx.partition and nnx.split take it out of a module); split a complex leaf "
-                "into its real and imaginary parts."
+                f"leaf {path_name(path)} is {dtype or type(x).__name__}. Pass values that you do not train in the "
+                "batch, or let the loss close over them (eqx.partition and nnx.split take them out of a module); "
+                "split a complex leaf into its real and imaginary parts."
             )
         if not isinstance(x, float) and jax.dtypes.canonicalize_dtype(dtype) == jnp.float64:
             raise TypeError(
-                "init: a step sums over devices in float32, and would round what is float64; leaf "
-                f"{path_name(path)} is. Pass jax.tree.map(jnp.float32, params), or leave jax_enable_x64 off."
+                f"init: a step sums over devices in float32, and would round float64 values; leaf {path_name(path)} "
+                "is float64. Pass jax.tree.map(jnp.float32, params), or leave jax_enable_x64 off."
             )
     return params
 

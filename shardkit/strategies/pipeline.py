@@ -24,7 +24,7 @@ Piece = Callable[[Any, Any, Any], Any]
 
 @typed
 def pp(axis: Axis, *, stack: str = "layers") -> Plan:
-    """Pipeline parallelism: each device holds the layers of its own stages, and all devices see the same batch.
+    """Pipeline parallelism: each device holds the layers of its stages, and all devices see the same batch.
 
     The stack is an entry of your parameters, with the layer as dim 0 of every leaf. If you train the GradFn of a
     pipeline, it sets the stages; with any other GradFn there is one stage per device. `pipeline(...).plan` is this plan
@@ -180,7 +180,7 @@ class Pipeline:
         if self.spread is not None and mode == "branch":
             raise ValueError(
                 f"{where}: embedding and head that are spread over {self.axis!r} must run on all its devices; got "
-                "mode='branch', in which each device runs what is its own. Pass mode='masked', or no spread=."
+                "mode='branch', in which each device runs its stage alone. Pass mode='masked', or no spread=."
             )
 
 

@@ -22,7 +22,7 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
             whole), or a pytree of PartitionSpecs that name `axis`. You get one from `specs_from_rules`, or from flax's
             `nnx.get_partition_spec` and `nn.get_partition_spec` if your parameters have metadata.
         sequence: whether your loss uses `sequence=True`. Each device then uses the whole leaves (gains of norms,
-            biases) on its own tokens, and the step sums their gradients over `axis` once, not in every layer.
+            biases) on its tokens, and the step sums their gradients over `axis` once, not in every layer.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.

@@ -174,10 +174,10 @@ def fsdp(
             `layerwise`; an algorithm that does not run over the axes beside it.
 
     Cost: for leaves gathered once per step an all_gather and a reduce_scatter, 2 (n-1)/n of their bytes, whatever the
-        accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or
-        2 k with `gathered(keep=True)`. Gathers are in the compute dtype, reductions in the reduce dtype. With
-        `secondary` over I of n devices, what fsdp over I devices sends, and over the others one gather and one
-        reduce_scatter of 1/I of the bytes; a device keeps 1/I of the weights until the backward pass.
+        accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or 2
+        k with `gathered(keep=True)`. Gathers are in the compute dtype, reductions in the reduce dtype. With `secondary`
+        over I of n devices, the bytes of fsdp over I devices, and over the others one gather and one reduce_scatter of
+        1/I of the bytes; a device keeps 1/I of the weights until the backward pass.
 
     Example:
         >>> params = {"embed": jnp.ones((64, 32)), "layers": jnp.ones((4, 32, 32))}

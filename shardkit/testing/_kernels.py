@@ -92,8 +92,8 @@ def wrap_kernel(
             results = kernel(*shards)
         except Exception as error:
             error.add_note(
-                f"{where}: raised by the kernel, which was called on mesh {sized(mesh.shape.items())} with what one "
-                f"device has: {_shapes(shards)}."
+                f"{where}: raised by the kernel, which was called on mesh {sized(mesh.shape.items())} with the shards "
+                f"of one device: {_shapes(shards)}."
             )
             raise
         _check_arrays(where, "kernel", results)
@@ -136,8 +136,8 @@ def _check_arrays(where: str, role: str, results: Any) -> None:
     for path, y in jax.tree_util.tree_leaves_with_path(results):
         if not _is_array(y):
             raise TypeError(
-                f"{where}: the {role} must return arrays; its result{keystr(path)} is {_describe(y)}. Return what "
-                "is compared, and nothing else."
+                f"{where}: the {role} must return arrays; its result{keystr(path)} is {_describe(y)}. Return only the "
+                "arrays to compare."
             )
 
 

@@ -345,7 +345,8 @@ def _compare(
         if _ignores_scale(actual, expected):
             hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients"
         reason = (
-            f"Check what the loss sums and over which axes it varies, and that random numbers come from `keys`{hint}."
+            "Check the sums in the loss and the axes over which it varies, and that random numbers come from "
+            f"`keys`{hint}."
         )
     text = str(gap).replace("the reference", "one device's")
     raise AssertionError(f"{where}: {what}{gap.where} must equal one device's; {text}. {reason}")

@@ -1,6 +1,7 @@
 """Pictures of arrays, schedules and tables of collectives, with the extra [viz].
 
-Start with `style.py`, the one look of all. Imports what the pictures are of: meshes, schedules, tables of collectives.
+Start with `style.py`, the one look of all. Imports the subjects of the pictures: meshes, schedules, tables of
+collectives.
 """
 
 from shardkit.viz.places import array

@@ -182,8 +182,8 @@ def test_nothing_fits(capsys):
             "emit": "-",
             "json": "-",
         },
-        "plan: --sequence and --axes are of a transformer; got one for a model of your own, whose examples are "
-        "those of its batch, over one axis. Leave them out.": {"model": "train.py:make", "sequence": 128},
+        "plan: --sequence and --axes need a transformer; got one for another model, "
+        "with its examples over one axis. Leave them out.": {"model": "train.py:make", "sequence": 128},
     }.items(),
 )
 def test_what_it_refuses(given, message):

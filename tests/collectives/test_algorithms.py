@@ -113,8 +113,8 @@ def test_results_of_another_shape_are_refused(plan, kernel, wanted, got):
     init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=sk.abstract_mesh(a=2), plan=plan)
     state = init.abstract({"w": np.ones((4, 2), "f")})
     with value_error(
-        f"own: the result of {kernel} must have shape {wanted}; got {got}. Return the shape of sk.{kernel}, and that "
-        "of the operand for what feedback leaves out."
+        f"own: the result of {kernel} must have shape {wanted}; got {got}. Return the shape of sk.{kernel}, and the "
+        "operand's shape for the feedback."
     ):
         step.trace(state, jax.ShapeDtypeStruct((8, 4), jnp.float32))
 

@@ -122,8 +122,8 @@ def test_a_mixture_of_experts_that_would_sum_over_other_microbatches_is_refused(
     row = EXPERTS._replace(model_axis=dataclasses.replace(EXPERTS.model_axis, stage=None))
     state, step, _ = built(row, "experts", schedules.lockstep(2, MICROBATCHES), traced=True)
     assert re.fullmatch(
-        r"pipeline.value_and_grad: a stage must hold no collective over axis 'stage', whose devices run other "
-        r"microbatches; got all_reduce over 'context', 'expert', 'stage' at \S+:\d+ \(\S+\)\. "
+        r"pipeline.value_and_grad: a stage must hold no collective over axis 'stage', because its devices "
+        r"run different microbatches; got all_reduce over 'context', 'expert', 'stage' at \S+:\d+ \(\S+\)\. "
         r"Leave that axis out, as moe\(\.\.\., stage='stage'\) does\.",
         refused(lambda: step.lower(state, one_device("experts", 2).batch(0))),
     )

@@ -138,8 +138,8 @@ def test_no_mesh_and_two_meshes(mesh2x4):
     with value_error(message):
         sk.shard(X)
     message = (
-        "shard: mesh must be the mesh of jax.set_mesh where there is one; got mesh data=8 in the context of data=2 x "
-        "model=4. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+        "shard: mesh must be the mesh of jax.set_mesh if you set one; got mesh data=8 in the context of data=2 x "
+        "model=4. Leave mesh out, or call this inside `with jax.set_mesh(...):` of this mesh."
     )
     with jax.set_mesh(mesh2x4), value_error(message):
         sk.shard(X, sk.make_mesh(data=8))
@@ -165,8 +165,8 @@ def test_meshes_that_differ_in_the_types_of_their_axes_are_told_apart():
     devices = jax.devices()[:2]
     auto, explicit = sk.make_mesh(devices, data=2), sk.make_mesh(devices, data=2, axis_types=AxisType.Explicit)
     message = (
-        "shard: mesh must be the mesh of jax.set_mesh where there is one; got mesh data=2 of Auto axes in the context "
-        "of data=2 of Explicit axes. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+        "shard: mesh must be the mesh of jax.set_mesh if you set one; got mesh data=2 of Auto axes in the context of "
+        "data=2 of Explicit axes. Leave mesh out, or call this inside `with jax.set_mesh(...):` of this mesh."
     )
     with jax.set_mesh(explicit), value_error(message):
         sk.shard(np.ones(2), auto, P("data"))

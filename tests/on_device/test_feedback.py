@@ -238,11 +238,12 @@ def test_reshard_moves_residuals(mesh2x4):
 @pytest.mark.parametrize(
     "words, plan",
     {
-        "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf bias "
-        "is reduced in each microbatch over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
+        "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; the gradient of leaf "
+        "bias is reduced in each microbatch over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, "
+        "or "
         "leave out feedback=True.": lambda: sk.zero2("data", min_size=1, reduce=fed()),
-        "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf weight "
-        "is reduced layer by layer over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
+        "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; the gradient of leaf "
+        "weight is reduced layer by layer over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
         "leave out feedback=True.": lambda: sk.fsdp("data", min_size=8, layerwise=("weight",), reduce=fed()),
         "fsdp: gather= must be an Algorithm with all_gather; got compressed(int4) with feedback, which has "
         "'reduce_scatter', 'all_reduce'. Pass for example sk.algorithms.ring().": lambda: sk.fsdp("data", gather=fed()),
@@ -273,14 +274,14 @@ def test_states_of_other_plans(data4, mesh2x4):
     step, state, batch = steps(sk.dp("data", reduce=fed()), data4)
     plain, without, _ = steps(sk.dp("data"), data4)
     assert refused(lambda: step.trace(without, batch)) == (
-        "step: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. Pass a "
-        "state from init, or state._replace(residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)), which "
-        "begin with zeros."
+        "step: with error feedback in the plan, the state must hold residuals; it holds none. Pass a state from "
+        "init, or state._replace(residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)), which begin with "
+        "zeros."
     )
     assert refused(lambda: plain.trace(state, batch)) == (
-        "step: a state whose plan has no error feedback must hold no residuals; it holds those of 'bias', 'shift', "
-        "'weight'. Pass state._replace(residuals=None): the steps after it never add what compressed reductions have "
-        "left out so far."
+        "step: without error feedback in the plan, the state must hold no residuals; it holds residuals of 'bias', "
+        "'shift', 'weight'. Pass state._replace(residuals=None): the steps after it never add what compressed "
+        "reductions have left out so far."
     )
     longer = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), state.residuals)
     assert refused(lambda: step.trace(state._replace(residuals=longer), batch)) == (
@@ -291,9 +292,9 @@ def test_states_of_other_plans(data4, mesh2x4):
     plans = [sk.dp("data", reduce=fed()), sk.dp("model", reduce=fed())]
     _, state, _ = steps(plans[0], mesh2x4)
     assert refused(lambda: sk.reshard_steps(state, *plans, mesh=mesh2x4)) == (
-        "reshard_steps: target must be a plan with residuals as those of the state; that of leaf bias has shape (4, 7) "
-        "under the plan and (2, 7) in the state. Save a checkpoint and restore it for the target, which keeps the sum "
-        "of the residuals, or pass state._replace(residuals=None), which drops them."
+        "reshard_steps: target must be a plan with the residuals of the state; the residual of leaf bias has shape "
+        "(4, 7) under the plan and (2, 7) in the state. Save a checkpoint and restore it for the target, which keeps "
+        "the sum of the residuals, or pass state._replace(residuals=None), which drops them."
     )
 
 
@@ -307,6 +308,6 @@ def test_gradients_that_are_summed_already(data4):
 
     step, *args = steps(sk.dp("data", reduce=fed()), data4, summing)
     assert refused(lambda: step.trace(*args)) == (
-        "step: with error feedback a GradFn must return gradients that are not summed yet; that of leaf bias is summed "
-        "over 'data'. Return local sums, as value_and_grad does, or leave out feedback=True."
+        "step: with error feedback a GradFn must return gradients that are not summed yet; the gradient of leaf bias "
+        "is summed over 'data'. Return local sums, as value_and_grad does, or leave out feedback=True."
     )

@@ -215,8 +215,8 @@ def gated(stop):
 def test_a_weight_that_depends_on_the_parameters_is_refused(mesh4):
     init, step = sk.make_train_step(sk.value_and_grad(gated(False)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
     with type_error(
-        "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
-        "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+        "Mean: the weight of a loss must not depend on the parameters, because the step differentiates the total "
+        "alone; this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
     ):
         step(init(W, jax.random.key(0)), COEFFICIENTS)
     init, step = sk.make_train_step(sk.value_and_grad(gated(True)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
@@ -300,8 +300,8 @@ def test_gradients_of_other_shapes_are_refused(mesh4):
         loss, aux, grads = own(p, c, keys, scale=scale)
         return loss, aux, {"v": grads["w"]}
 
-    rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
-    remedy = "Return what value_and_grad returns, or pytrees like it."
+    rule = "make_train_step: a GradFn must return a gradient of every parameter, with its shape"
+    remedy = "Return the same as value_and_grad, or pytrees like it."
     for grad_fn, found in (
         (cut, "leaf w has (4,), its gradient (1,)"),
         (renamed, "got PyTreeDef({'v': *}) for PyTreeDef({'w': *})"),

@@ -224,7 +224,7 @@ NO_FACTOR += "they are summed."
 NOT_LINEAR = "Mean: means can be added, and multiplied by numbers, because they are divided only after the sum over "
 NOT_LINEAR += "devices; got one that is {}. Do that to the values before they are summed, or use the metric of the "
 NOT_LINEAR += "step."
-COMPLEX = "Mean.of: {} must be real numbers, of which a mean is one; got complex64[2]. Pass a real part, as "
+COMPLEX = "Mean.of: {} must be real numbers; got complex64[2]. Pass a real part, as "
 COMPLEX += "jnp.real(x) or jnp.abs(x)."
 
 

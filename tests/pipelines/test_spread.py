@@ -126,7 +126,7 @@ def test_what_is_refused():
     pipe = sk.pipeline(schedules.lockstep(4, 4), "stage", spread=spread)
     with value_error(
         "pipeline.value_and_grad: embedding and head that are spread over 'stage' must run on all its devices; got "
-        "mode='branch', in which each device runs what is its own. Pass mode='masked', or no spread=."
+        "mode='branch', in which each device runs its stage alone. Pass mode='masked', or no spread=."
     ):
         pipe.value_and_grad(embed, stage, head, mode="branch")
 
@@ -150,13 +150,11 @@ def test_what_is_refused():
     own = pipe.value_and_grad(lambda shared, batch, keys: shared["embed"][batch["tokens"] // 4], stage, head)
     init, step = sk.make_train_step(own, optax.sgd(0.1), mesh=mesh, plan=sk.chain(sk.dp("data"), pipe.plan))
     assert refused(lambda: step.trace(init(make_params(4), KEY), batch)).startswith(
-        "pipeline.value_and_grad: a spread embedding must return the same on all devices of axis 'stage'; got each"
+        "pipeline.value_and_grad: a spread embedding must return the same on all devices of axis 'stage'; got a"
     )
     with pytest.raises(
         ValueError, match=r"^pipeline: dim 0 of leaf embed must be divisible by axis 'stage'; got size 7"
     ):
         traced(pipe, head, pipelines.make_params(4))
-    with pytest.raises(
-        ValueError, match=r"the stages of its schedule, 4 devices, embedding and head spread; got those"
-    ):
+    with pytest.raises(ValueError, match=r"the stages of its schedule, 4 devices, embedding and head spread; got the"):
         traced(pipe, head, make_params(4), sk.pipeline(pipe.schedule, "stage").plan)

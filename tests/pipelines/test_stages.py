@@ -332,8 +332,8 @@ def test_a_state_of_other_stages_is_refused(has, wants):
     layers, stages = STAGES[wants]
     state = make(has)[0](make_params(layers), jax.random.key(0))
     with value_error(
-        "step: the parameters must be stored as this plan stores them; leaf layers.b is "
-        f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan pads nothing."
+        f"step: the parameters must be stored as this plan stores them; leaf layers.b is {FORMS[has, wants]}. Pass "
+        "unpadded(...) of them to init, or to an evaluation with a plan that pads nothing."
     ):
         make(wants)[1](state, make_batch())
     _, loss = make_grad_fn(layers, stages)
@@ -349,7 +349,7 @@ def test_an_optimizer_state_of_other_stages_is_refused():
     states = {case: make(case)[0](make_params(STAGES[case][0]), jax.random.key(0)) for case in (has, wants)}
     with value_error(
         "step: the optimizer state must be stored as this plan stores them; leaf 0.trace.layers.b is "
-        f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan pads nothing."
+        f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation with a plan that pads nothing."
     ):
         make(wants)[1](states[wants]._replace(opt_state=states[has].opt_state), make_batch())
 

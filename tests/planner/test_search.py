@@ -203,7 +203,7 @@ def test_errors_of_a_search_and_of_the_rest():
         "planner: layout must be a Layout; got (1, 8, 1). Pass for example planner.Layout(fsdp=8, tensor=2)."
     ):
         planner.estimate(SMALL, (1, 8, 1), chip="v5p", batch=8, sequence=512)
-    with value_error("planner: names must be one per candidate; got 1 for 2. Pass as many, or none."):
+    with value_error("planner: names must be one per candidate; got 1 for 2. Pass one for each, or none."):
         planner.table(planner.search(SMALL, chip="v5p", chips=8, batch=8, sequence=512)[:2], names=["first"])
 
 

@@ -282,8 +282,8 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
     evaluate = sk.make_eval_step(loss, mesh=mesh, plan=sk.dp("data"))
     with value_error(
         "evaluate: the parameters must be stored as this plan stores them; leaf b is stored with dim 0 of 5 padded, "
-        "and must be in its original form. Pass unpadded(...) of them to init, or to an evaluation "
-        "whose plan pads nothing."
+        "and must be in its original form. Pass unpadded(...) of them to init, or to an evaluation with a plan that "
+        "pads nothing."
     ):
         evaluate(state.params, batch)
     np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)

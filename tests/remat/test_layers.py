@@ -233,8 +233,8 @@ def test_what_a_layer_sets_would_be_lost(weights):
 def test_mistakes_are_refused():
     stack = {"w": jnp.ones((3, 4, 4)), "v": jnp.ones((2, 4))}
     with value_error(
-        "scan_layers: all leaves must have the same number of layers along dim 0; got [2, 3]. Stack them, and "
-        "close over what the layers share in layer_fn."
+        "scan_layers: all leaves must have the same number of layers along dim 0; got [2, 3]. Stack them, and close "
+        "over shared values in layer_fn."
     ):
         sk.scan_layers(lambda w, x: x, stack, jnp.ones(4))
     with value_error(
@@ -243,8 +243,8 @@ def test_mistakes_are_refused():
     ):
         sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), remat="none")
     with value_error(
-        "scan_layers: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which say what "
-        "is saved to host memory; got remat=None. Pass remat='dots_without_batch', or leave offload out."
+        "scan_layers: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which name the "
+        "values to save to host memory; got remat=None. Pass remat='dots_without_batch', or leave offload out."
     ):
         sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), offload=True)
     with value_error(
@@ -313,8 +313,8 @@ def test_a_list_of_layers_is_gathered_one_by_one_and_not_scanned(by):
     losses = [sk.value_and_grad(in_a_list("gathered"))] * 2
     assert_same_training(*losses, optax.sgd(0.1), mesh=mesh, plan=plan, params=listed(), batches=[batch])
     for message, (other, kind) in {
-        "scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
-        "2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), or call "
+        "scan_layers: the layers must be one stack, a pytree of leaves with the layer as dim 0; got a list of 2. "
+        "Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), or call "
         "gathered(layer_fn)(weights, x) layer by layer.": (sk.dp("data"), TypeError),
         "scan_layers: dim 0 of a stack, the layers, must not be sharded; layers.0.b is sharded there over axis "
         "'fsdp'. Stack the layers if they are a list, or choose another dim with the plan's rules=.": (

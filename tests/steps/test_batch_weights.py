@@ -42,6 +42,7 @@ def layered(p, batch, keys):
 
 
 # 2049 is no float16 and no bfloat16: the sum was 16384, and the loss not 1.
+@pytest.mark.filterwarnings("ignore:step. the metric 'dtype' must add over its examples")
 @pytest.mark.quick("2-fp16")
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -144,8 +145,8 @@ def test_what_all_devices_have_whole_is_refused_as_the_weight_of_their_parts():
         jax.eval_shape(step, init.abstract({"w": np.ones((4, 4), np.float32)}, np.float32(12)), batch)
 
     whole = (
-        "Mean 'loss': the weight must be that of the parts of examples which a device has, because it counts once on "
-        "each along 'data'; got one that depends only on leaf n, which all of them have whole. Pass a weight for each "
+        "Mean 'loss': the weight must count this device's parts of examples, because it is added once on each device "
+        "along 'data'; got one that depends only on leaf n, which every device has whole. Pass a weight for each "
         "part, as an array with its dims, or vary(weight, axes) if the total is of whole examples too."
     )
     with value_error(whole):
@@ -155,8 +156,8 @@ def test_what_all_devices_have_whole_is_refused_as_the_weight_of_their_parts():
         evaluate.trace({"w": np.ones((4, 4), np.float32)}, batch)
     with value_error(
         "Mean 'loss': the weight of examples must be a sum over them, because it counts once on each device along "
-        "'data', and in each microbatch; got one that depends only on parameters or carried state. Pass the weights of "
-        "this device's examples, or vary(weight, axes) of its own share."
+        "'data', and in each microbatch; got one that depends only on parameters or carried state. Pass the weights "
+        "of this device's examples, or vary(weight, axes) of this device's share."
     ):
         run(lambda b, keys, c: c, sk.dp("data"))
     run(lambda b, keys, c: sk.vary(c / 4, "data"), sk.dp("data"))

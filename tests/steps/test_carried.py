@@ -313,7 +313,7 @@ SAME = "make_train_step: carry= must return carried state of the same tree, shap
         (
             (reading, None, {"shift": "no"}),
             "init: every leaf of carried must be an array or a number; leaf shift is str. Let the loss and carry= "
-            "close over what is not an array.",
+            "close over anything else.",
         ),
     ],
 )

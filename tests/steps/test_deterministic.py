@@ -231,9 +231,11 @@ REFUSED = {
     },
     "batch dim 0 must be divisible by deterministic; leaf weight has size 20 over 8 groups. Choose another size, or "
     "pad with examples of weight 0.": {"size": 20},
-    "with deterministic= every gradient must be summed at the end of the step; that of leaf bias is not. Use dp, "
+    "with deterministic= every gradient must be summed at the end of the step; the gradient of leaf bias is not. Use "
+    "dp, "
     "zero1, or fsdp without layerwise=.": {"plan": sk.zero2("data", min_size=1)},
-    "with deterministic= every gradient must be summed at the end of the step; that of leaf up is not. Use dp, zero1, "
+    "with deterministic= every gradient must be summed at the end of the step; the gradient of leaf up is not. Use "
+    "dp, zero1, "
     "or fsdp without layerwise=.": {"plan": sk.fsdp("data", min_size=1, layerwise=("up",))},
     "with deterministic= the loss must not depend on the mesh; it calls all_reduce over 'data'. Return Mean(total, "
     "weight) of the examples that it gets, and let the step sum it.": {"loss": summing},

@@ -75,6 +75,7 @@ def close(found: Any, wanted: Any) -> None:
 
 
 # Catches carried state that is not begun, or is one for all workers, and a state that a checkpoint cannot hold.
+@pytest.mark.filterwarnings("ignore:step. the metric 'seen' must add over its examples")
 def test_carried_state_and_checkpoints(tmp_path):
     def counted(params: Any, batch: Any, keys: Any, seen: Any) -> Any:
         return loss_fn(params, batch, keys), {"seen": sk.Mean(jnp.sum(batch["weight"]), 1.0)}
@@ -323,7 +324,8 @@ def test_what_is_refused():
     none = Algorithm("none of them")
     wrong = {
         "diloco: axis must be one of the mesh, pod=2, data=4; got 'slow'. Add it to make_mesh.": (make, "slow", {}),
-        "diloco: make_step must build the step of one worker, whose plan does not use 'data'; got the plan dp('data'). "
+        "diloco: make_step must build the step of one worker, with a plan that does not use 'data'; got the plan "
+        "dp('data'). "
         "Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis.": (make, "data", {}),
         "diloco: reduce= must be an Algorithm with all_reduce; got none of them, which has none. Pass for example "
         "sk.algorithms.ring().": (make, "pod", {"reduce": none}),

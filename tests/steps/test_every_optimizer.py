@@ -136,8 +136,8 @@ def test_each_is_taken_or_refused_by_name():
     assert refused.keys() == REFUSED & every().keys()
     unnamed = {name for name, text in refused.items() if not text.startswith("make_train_step: the optimizer ")}
     assert unnamed == set()  # lbfgs and sophia were refused in the words of jax and optax, with a note
-    begins = "make_train_step: the optimizer {} is given gradients, its state, the parameters and value=loss{}. If it "
-    ends = "needs more, pass another, or a GradientTransformation of your own around it that gives it what it asks for."
+    begins = "make_train_step: the optimizer {} gets gradients, its state, the parameters and value=loss{}. If it "
+    ends = "needs more, pass another one, or wrap it in a GradientTransformation that passes the missing arguments."
     assert refused["lookahead"].startswith(
         begins.format("lookahead", ", and fails: AttributeError: 'dict' object has no attribute 'fast'") + ends
     )

@@ -116,7 +116,7 @@ def test_what_an_evaluation_and_a_first_state_are_made_of():
         evaluate(init.abstract(params), np.ones((8, 3)))
     with pytest.raises(ValueError, match=r"^evaluate: every array of the batch must .*; got no array\. Pass arrays "):
         evaluate.trace(params, {})
-    keys = "must be of one type, in whose order jax puts the leaves; got 'w', 1. Make all of them strings."
+    keys = "must be of one type, because jax sorts the leaves by them; got 'w', 1. Make all of them strings."
     with type_error(f"init: the keys of each dict in params {keys}"):
         init.abstract(mixed)
     with type_error(f"evaluate: the keys of each dict in batch {keys}"):
@@ -147,8 +147,8 @@ def test_keys_whose_draws_go_by_the_batch(impl):
         "dropout": lambda: sk.dropout(jnp.ones((4, 2)), keys, 0.5),
     }.items():
         with value_error(
-            f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
-            f"{impl!r}. Pass jax.random.key(seed, impl='threefry2x32')."
+            f"{where}: keys must draw the same numbers in every batch; got {impl!r}. Pass jax.random.key(seed, "
+            "impl='threefry2x32')."
         ):
             use()
 
@@ -203,7 +203,7 @@ def masked_mean(params, batch, keys):
             {"data": 2},
             masked_mean,
             "mixed",
-            "what each device has divided by a sum over its own examples is summed over 'data'",
+            "each device divides by a sum over its examples, and the quotients are summed over 'data'",
         ),
         (
             {"data": 2, "model": 2},

@@ -180,7 +180,7 @@ def test_a_plan_is_described_with_what_the_partitioner_splits(mesh2x4):  # prove
     "message, manual",
     {
         "make_train_step: manual must name every axis of the plan; got 'data' for fsdp('model') + dp('data'). Add "
-        "'model' to manual, or leave it out of the plan, and the partitioner splits what is laid out over it.": "data",
+        "'model' to manual, or leave it out of the plan, so that the partitioner splits arrays over it.": "data",
         "make_train_step: manual must name axes of the mesh; got 'x'; its axes are data=2, model=4. Use some of "
         "them, or leave manual out, which means all.": ("data", "model", "x"),
     }.items(),

@@ -104,8 +104,8 @@ def test_what_is_trained_must_be_a_tree_of_bools_like_the_parameters():
     rule = "value_and_grad: trained must be a tree of bools like the parameters, or a prefix of them"
     for trained, kind, found in (
         ({"w": 1}, TypeError, "; got 1 in it. Pass for example {'layers': False, 'head': True}."),
-        ({"w": False}, ValueError, ", True for some leaf; got {'w': False}. Set True for what is trained."),
-        ({}, ValueError, ", True for some leaf; got {}. Set True for what is trained."),
+        ({"w": False}, ValueError, ", True for some leaf; got {'w': False}. Set True for the leaves that you train."),
+        ({}, ValueError, ", True for some leaf; got {}. Set True for the leaves that you train."),
     ):
         with raises(kind, rule + found):
             sk.value_and_grad(LORA["loss_fn"], trained=trained)

@@ -194,7 +194,7 @@ def test_float64_is_refused():
         precision_of(sk.Precision(reduce=np.float64))
     check_trainable({"w": np.float64([1.0])})  # jax makes a float32 of it
     message = (
-        "init: a step sums over devices in float32, and would round what is float64; leaf w is. Pass "
+        "init: a step sums over devices in float32, and would round float64 values; leaf w is float64. Pass "
         "jax.tree.map(jnp.float32, params), or leave jax_enable_x64 off."
     )
     with jax.enable_x64(True), type_error(message):

@@ -196,8 +196,8 @@ def test_a_loss_that_mixes_the_examples_of_devices_is_told_of_accumulation(plan)
         traced(gathering, 2)
     at = gathering.__code__.co_firstlineno + 2
     assert [str(each.message) for each in caught] == [
-        "make_train_step: with accumulate=2 the loss gets one microbatch at a time, and the results of what it sends "
-        f"over an axis of the batch are those of a microbatch; it calls all_gather over 'data' at test_train.py:{at} "
+        "make_train_step: with accumulate=2 the loss gets one microbatch at a time, so a collective over an axis of "
+        f"the batch mixes the examples of one microbatch; it calls all_gather over 'data' at test_train.py:{at} "
         "(gathering). Leave accumulate at 1, and save memory with scan_layers(..., microbatches=) or remat=, if all "
         "examples count together."
     ]
@@ -315,12 +315,12 @@ def test_scalars_in_the_batch_reach_every_device_and_the_value_the_optimizer(dat
             make_batch(size=40),
             {"accumulate": 2},
         ),
-        "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-        "weight: 32, x: 32, y: 16. Pass arrays that share dim 0; what all examples share goes into carried state, or "
-        "the loss.": (make_batch() | {"y": np.zeros((16, 8), np.float32)}, {}),
-        "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-        "no array. Pass arrays that share dim 0; what all examples share goes into carried state, or the "
-        "loss.": ({"scale": np.float32(1)}, {}),
+        "make_train_step: every array of the batch must have the same number of examples along dim 0; got weight: "
+        "32, x: 32, y: 16. Pass arrays that share dim 0, and put values for all examples into carried "
+        "state, or into the loss.": (make_batch() | {"y": np.zeros((16, 8), np.float32)}, {}),
+        "make_train_step: every array of the batch must have the same number of examples along dim 0; got no array. "
+        "Pass arrays that share dim 0, and put values for all examples into carried "
+        "state, or into the loss.": ({"scale": np.float32(1)}, {}),
     }.items(),
 )
 def test_bad_batches_are_refused(refusal, message, data8):
@@ -370,9 +370,10 @@ def test_leaves_that_cannot_be_trained_are_refused(leaf, name, data8):
     params = {"w": np.ones((4, 1), np.float32), "table": leaf}
     for make in (init, lambda params, key: init.abstract(params)):
         with type_error(
-            "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; leaf "
-            f"table is {name}. Pass what is not trained in the batch, or let the loss close over it (eqx.partition and "
-            "nnx.split take it out of a module); split a complex leaf into its real and imaginary parts."
+            "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
+            f"leaf table is {name}. Pass values that you do not train in the batch, or let the loss close over them "
+            "(eqx.partition and nnx.split take them out of a module); split a complex leaf into its real and "
+            "imaginary parts."
         ):
             make(params, jax.random.key(0))
 

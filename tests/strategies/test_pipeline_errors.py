@@ -63,8 +63,8 @@ def test_a_plan_with_the_stages_of_another_pipeline():
     """Layers would be where another schedule looks for them."""
     one, two = (sk.pipeline(schedules.lockstep(2, 4, chunks), "stage") for chunks in (1, 2))
     sentence = (
-        "pp: the plan of a pipeline must have the stages of its schedule, 2 devices; got those of another, 2 devices, "
-        "2 chunks in stage order. Pass the plan of the same pipeline, or chain(pp('stage'), ...)."
+        "pp: the plan of a pipeline must have the stages of its schedule, 2 devices; got the stages of another, 2 "
+        "devices, 2 chunks in stage order. Pass the plan of the same pipeline, or chain(pp('stage'), ...)."
     )
     mesh = sk.abstract_mesh(stage=2)
     with refused(sentence):
@@ -203,7 +203,7 @@ def test_layers_in_a_list():
     grad_fn = pipe.value_and_grad(lambda shared, batch, keys: batch, one_by_one, lambda shared, x, batch: x.sum())
     init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=pipe.plan)
     message = (
-        "pipeline.value_and_grad: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a "
+        "pipeline.value_and_grad: the layers must be one stack, a pytree of leaves with the layer as dim 0; got a "
         "list of 2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers).\n"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):

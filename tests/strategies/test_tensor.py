@@ -361,8 +361,8 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
     for name, call in calls.items():
         kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
         with value_error(
-            f"{name} must be sharded over axis 'model', over which the product is summed; got one that is invariant "
-            "over axis 'model'. Shard it, with tp for example, or pass another axis."
+            f"{name} must be sharded over axis 'model', because the product is summed there; got one that is "
+            "invariant over axis 'model'. Shard it, with tp for example, or pass another axis."
         ):
             jax.eval_shape(kernel, h, w, targets)
 

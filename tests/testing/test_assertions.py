@@ -278,7 +278,7 @@ def test_training_failures_in_full(data8):
     )
     assert "(everywhere 2x one device's); allowed is " in text
     assert text.endswith(
-        ". Check what the loss sums and over which axes it varies, and that random numbers come from `keys`."
+        ". Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`."
     )
     with value_error("assert_same_training: at least one batch is needed; got none. Pass one for each step."):
         training(mesh=data8, steps=0)

@@ -30,7 +30,7 @@ WANTED = Wanted(
 )
 METRICS = {"loss": np.array(2.0), **WANTED.metrics}
 TAKEN = StepResult(METRICS, TREE, TREE, WANTED.carried, 0)
-CHECK = "Check what the loss sums and over which axes it varies, and that random numbers come from `keys`{hint}."
+CHECK = "Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`{hint}."
 SCALED = ", and `scale`, which is 0.5 in a proof and must multiply only the gradients"
 
 

@@ -151,7 +151,7 @@ def test_a_scale_that_is_not_that_of_the_gradients_alone(wrong):
     text = broken(laws.same_numbers, scaled)
     assert re.search(f"step 0: {what} .*{'everywhere 2x' if factor == 2 else 'everywhere 1/2 of'} one device's", text)
     assert text.endswith(
-        "Check what the loss sums and over which axes it varies, and that random numbers come from `keys`, and "
+        "Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`, and "
         "`scale`, which is 0.5 in a proof and must multiply only the gradients."
     )
 

@@ -101,7 +101,7 @@ def test_errors_of_the_functions_say_their_arguments():
     for assertion in ASSERTIONS:
         with pytest.raises(TypeError) as caught:
             assertion(lambda x: x @ x, same, **call)
-        assert "called on mesh data=4 with what one device has: float32[2,4]" in caught.value.__notes__[0]
+        assert "called on mesh data=4 with the shards of one device: float32[2,4]" in caught.value.__notes__[0]
         with pytest.raises(NameError) as caught:
             assertion(same, lambda x: lax.psum(x, "data"), **call)
         assert "called with the global arrays: float32[8,4]. It runs without a mesh" in caught.value.__notes__[0]

@@ -1,7 +1,7 @@
 """The rules on a compiled program, one file for each or for a family, and `COMPILED_RULES`, the list of them.
 
-Start with `program.py`, which says what a rule is passed; `host.py` is the shortest. Imports `analysis/hlo`,
-`analysis/jaxpr` and `analysis/rules`.
+Start with `program.py`, the argument of a rule; `host.py` is the shortest. Imports `analysis/hlo`, `analysis/jaxpr` and
+`analysis/rules`.
 """
 
 from shardkit.analysis.compiled_rules.host import host
@@ -15,7 +15,7 @@ from shardkit.analysis.rules.rule import Rule
 
 _ROWS = (
     ("summed-each-iteration", "an all-reduce in a loop that only adds up its results", loops),
-    ("summed-separately", "all-reduces of which only the sum is used", sums),
+    ("summed-separately", "all-reduces although only their sum is used", sums),
     ("gathered-each-iteration", "an all-gather in a loop that does not change its operand", loops),
     ("full-rematerialization", "a value that the partitioner makes whole to reshard it", rematerialized),
     ("replicated-leaf", "a large leaf that several devices hold and could share", copies),

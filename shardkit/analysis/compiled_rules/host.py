@@ -31,7 +31,7 @@ def host(program: CompiledProgram) -> Iterator[Finding]:
                 "host-transfer",
                 f"device_put moves {moved:,} bytes between the memories of device and host{times} in each step.",
                 site.source,
-                "Keep the value in the device's memory, or leave this rule out by ignore= where the memory is needed.",
+                "Keep the value in the device's memory, or leave this rule out with ignore= if you need the memory.",
             )
 
 

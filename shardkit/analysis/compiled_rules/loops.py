@@ -14,7 +14,7 @@ from shardkit.analysis.hlo.uses import CompiledUse, Uses, Value
 from shardkit.analysis.rules.rule import Finding
 
 _SUM = (
-    "Add up what each device has and reduce once after the loop, inside jax.shard_map, as "
+    "Add up each device's part and reduce once after the loop, inside jax.shard_map, as "
     "sk.make_train_step(accumulate=...) does."
 )
 Loop = tuple[proto.Computation, proto.Instruction]  # the computation around a `while`, and that

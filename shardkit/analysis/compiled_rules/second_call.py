@@ -50,7 +50,7 @@ def second_call(program: CompiledProgram) -> Iterator[Finding]:
         "second-compile",
         f"{message}.",
         step.source,
-        "Place and type the first state as the step returns it, or fix its results by out_shardings.",
+        "Give the first state the layouts and types that the step returns, or fix them with out_shardings.",
     )
 
 

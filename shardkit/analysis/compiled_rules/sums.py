@@ -47,8 +47,8 @@ def sums(program: CompiledProgram) -> Iterator[Finding]:
             f"{len(repeated)} x all_reduce over {quoted(row.axes)} of {size:,} bytes in all; only the sum of their "
             "results is used.",
             row.place,
-            "Add up what each device has and reduce once, inside jax.shard_map, as "
-            "sk.make_train_step(accumulate=...) does.",
+            "Add up each device's part and reduce once, inside jax.shard_map, as sk.make_train_step(accumulate=...) "
+            "does.",
         )
 
 

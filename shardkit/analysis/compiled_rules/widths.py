@@ -31,7 +31,7 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
             "float32-traffic",
             f"{together(rows)} in float32: the values are converted to {short} directly after.",
             place,
-            f"Convert to {short} before, where the value is still in parts, which sends half.",
+            f"Convert to {short} before, while the value is still in parts: you then send half.",
         )
 
 

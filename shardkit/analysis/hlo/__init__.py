@@ -1,4 +1,4 @@
-"""Readers of the compiled program: compilers of absent chips, memory, collectives, what the compiler changed.
+"""Readers of the compiled program: compilers for absent chips, memory, collectives, changes by the compiler.
 
 Start with `aot.py`; `proto.py` reads the program's bytes, `saved.py` keeps programs in files. A new chip is a row of
 `cost/hardware.py`; a GPU also needs `targets/NAME.txtpb`. Imports cost, train and `analysis/jaxpr`; a compiler for

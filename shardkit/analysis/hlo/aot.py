@@ -61,32 +61,32 @@ def compile(
     options: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
 ) -> Report:
-    """Compiles one call of `step` with the compiler of chips that need not be present.
+    """Compiles one call of `step` for chips that you do not need to have.
 
-    Nothing runs and no array is created: `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh suffice
-    (`init.abstract(params)` of a train step returns the state's). The compiler shards arguments without a sharding.
+    Nothing runs, and no array is created. Pass `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh;
+    for a train step, `init.abstract(params)` returns the state. If an argument has no sharding, the compiler chooses
+    one.
 
     Args:
-        step: any function that jax can trace, or a train step; donation is that of its jit.
+        step: any function that jax can trace, or a train step; it donates as its jit does.
         args: its positional arguments.
         topology: "v4", "v5e", "v5p", "v6e" or "tpu7x" with the torus, as "v5p:8x8x8"; "a100", "h100", "h200" or "b200"
-            with slices x hosts x GPUs per host, as "h100:1x1x8". Chips beyond the mesh's size stay idle, where
-            the compiler allows that.
+            with slices x hosts x GPUs per host, as "h100:1x1x8". Chips beyond the mesh's size stay idle, if the
+            compiler allows this.
         mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings, else one
             device.
         placement: the order of the devices, as `place` finds it; None: jax's.
-        options: options of the compiler, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
+        options: compiler options, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
         timeout: time limit for the compiler, seconds.
 
     Returns:
-        Report: print it, read its fields, `.to_json()`. A program that does not fit the memory of
-        the chip gives a report too, with `fits` False and the compiler's number. `topology_devices` says how to keep
-        the program.
+        Report: print it, read its fields, `.to_json()`. If the program does not fit the chip's memory, you get a report
+            too, with `fits` False and the compiler's number. `topology_devices` says how to keep the program.
 
     Raises:
         TypeError: args is not a tuple or list, topology not a string, mesh not a mesh, options not names with values.
-        ValueError: an unknown topology, one smaller than the mesh or that its compiler takes only as a whole, a
-            function that cannot be traced.
+        ValueError: an unknown topology, a topology smaller than the mesh or one that its compiler takes only as a
+            whole, or a function that jax cannot trace.
         RuntimeError: the compiler's package is missing; it aborted, refused the program or exceeded the timeout.
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
@@ -110,27 +110,27 @@ def tune(
     timeout: float = 1800.0,
     on_trial: Callable[[Trial], Any] | None = None,
 ) -> Tuned:
-    """Which options of the compiler make a step faster, by the time that its report models.
+    """Finds compiler options that make a step faster, by the time in its report.
 
-    The step is compiled without options, then with each of `options` added to those that were kept before; they are
-    kept if the step is faster, or, as long as it does not fit, if it needs less memory. So options that help only
-    together belong in one mapping.
+    It compiles the step without options, and then adds each of `options` in turn. It keeps an addition if the step
+    becomes faster, or, as long as the step does not fit, if it needs less memory. If two options help only together,
+    put them in one mapping.
 
     Args:
         step, args, topology, mesh: as for `compile`.
-        options: what to try, in this order: mappings of names of compiler options to values.
+        options: a list of mappings to try, in this order, from names of compiler options to values.
         timeout: time limit for each compilation, seconds.
         on_trial: called with each `Trial` as soon as it is compiled.
 
     Returns:
-        Tuned: `.trials`, the fastest first, and `.options`, those of the fastest; print it. Options that the compiler
-        refuses are a trial with its message.
+        Tuned: `.trials`, the fastest first, and `.options`, the options of the fastest; print it. If the compiler
+            refuses options, the trial has its message.
 
     Raises:
         TypeError, ValueError: as for `compile`; options that are not a list or tuple of mappings.
         RuntimeError: as for `compile`, of the step without options.
 
-    Cost: as many compilations as there are mappings, and one; the step is traced once.
+    Cost: one compilation for each mapping, and one without; the step is traced once.
 
     Example:
         together = {"xla_enable_async_all_gather": True, "xla_tpu_overlap_compute_collective_tc": True}
@@ -162,12 +162,12 @@ def tune(
 
 
 def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) -> DeviceOrder:
-    """The order of devices in which a step loads the links of a machine least; no compiler is needed.
+    """Finds the order of devices in which a step loads the links of a machine least. It needs no compiler.
 
-    Every collective of the step is mapped to the links of a torus with its wraps, of the chips that two devices share,
-    or of hosts with a network adapter for each GPU, as `shardkit/meshes/network.py` says; the busiest link counts. What
-    the compiler adds is not seen, and its own ways through a torus are not known: the seconds are loads over
-    bandwidths, and no measurement.
+    It maps every collective of the step to the links of the machine: a torus with its wraps, chips with two devices
+    each, or hosts with a network adapter for each GPU (see `shardkit/meshes/network.py`). The busiest link counts. It
+    does not see collectives that the compiler adds, and does not know the compiler's ways through a torus. So its
+    seconds are loads divided by bandwidths, and no measurement.
 
     Args:
         step, args: as for `compile`.
@@ -379,7 +379,7 @@ def _compile_in_child(
         except subprocess.TimeoutExpired:
             raise RuntimeError(
                 f"aot.compile: the compiler for {where} took longer than {timeout:g} s. Pass a longer timeout=, or a "
-                "program whose layers are a scan."
+                "program with its layers in a scan."
             ) from None
         if not (folder / "answer.json").exists():
             raise RuntimeError(

@@ -28,14 +28,14 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True)
 class Report:
-    """One call of a step, compiled for chips that need not be present.
+    """One call of a step, compiled for chips that you do not need to have.
 
     Attributes:
         topology: the chips, "v5p:8x8x8".
         mesh: names and sizes of the mesh axes.
         fits: whether the program fits the memory of a device.
-        message: the compiler's message when it does not.
-        memory: bytes per device; None when the compiler refused.
+        message: the compiler's message if it does not fit.
+        memory: bytes per device; None if the compiler refused the program.
         limit: bytes of a device's memory that the compiler lets a program use.
         rows: every collective of the compiled program.
         census: every collective as written.

@@ -51,7 +51,7 @@ def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | Non
     except Exception as error:  # jax and pickle have many
         raise ValueError(
             "save: the program must consist of arrays and compiled code alone; jax cannot serialize it: "
-            f"{raised(error)}. Take out what calls Python (jax.debug.print, callbacks), and define the classes of "
+            f"{raised(error)}. Take out calls to Python (jax.debug.print, callbacks), and define the classes of "
             "arguments and results in a module."
         ) from error
     saved = _SavedProgram(
@@ -94,20 +94,20 @@ def _refuse_cached(platform_name: str) -> None:
 def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
     """Reads a program that `Compiled.save` wrote, and places it on the devices of this process; it compiles nothing.
 
-    The program is machine code, and jax keeps part of it as a pickle: whoever writes the file runs code in your
-    process. So the file must be yours alone, and a file that a stranger sent must not be made yours.
+    The program is machine code, and jax keeps part of it as a pickle: anyone who writes the file runs code in your
+    process. So the file must belong to you alone. Never take over a file from a stranger.
 
     Args:
         path: the file.
 
     Returns:
-        The function or train step that was compiled, to call with arguments laid out alike. It has the same bits.
+        The compiled function or train step. Call it with arguments in the same layout; it gives the same bits.
 
     Raises:
-        ValueError: a file that others can write to or own; one that is damaged, or none of these; one of another
+        ValueError: a file that others can write or own; a damaged file, or another kind of file; a program of another
             version of jax, or for other devices.
 
-    Cost: reading the file; the executable is checked and placed, not compiled.
+    Cost: the time to read the file, and to check and place the executable; nothing is compiled.
 
     Example:
         sk.analysis.compiled(step, state, batch).save("step.program")  # in one process
@@ -181,7 +181,7 @@ def writable_by(status: os.stat_result) -> str:
 def _read_private_file(path: Path) -> bytes:
     """The content of a file that its user alone can have written."""
     if not path.is_file():
-        raise ValueError(f"aot.load: path must be a file; got {path}, which is none. Pass the file that save wrote.")
+        raise ValueError(f"aot.load: path must be a file; got {path}. Pass the file that save wrote.")
     with path.open("rb") as file:
         # Of the file that was opened: another one may have been put in its place since.
         writer = writable_by(os.fstat(file.fileno()))

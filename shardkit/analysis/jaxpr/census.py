@@ -252,8 +252,9 @@ def _refuse_uncounted(site: Site) -> None:
         if any(find_claim(holder) is not None for holder in sites_around(site)):  # all that this kernel sends is stated
             return
         raise ValueError(
-            f"census: what is sent must be in the program; the primitive {site.name!r} at {site.source} may send to "
-            "other devices by itself. Say what it sends: call it inside `with sk.analysis.sends(kind, axis, sent):`."
+            f"census: every collective must be in the program; the primitive {site.name!r} at {site.source} may send "
+            "to other devices by itself. To say what it sends, call it inside `with sk.analysis.sends(kind, axis, "
+            "sent):`."
         )
     axes = mesh_axes(site.equation)
     if axes and set(axes) & site.sizes.keys():

@@ -1,8 +1,8 @@
 """The rules on a trace, one file for each or for a family, and `TRACE_RULES`, the list of them.
 
-A new rule is a file with a function `check(program)` and a row here. Start with `rule.py`, which says what a rule is,
-then `program.py`, which says what it is passed; `replicated.py` is the shortest. Imports `analysis/jaxpr`. Rules on a
-compiled program are in `analysis/compiled_rules/`.
+A new rule is a file with a function `check(program)` and a row here. Start with `rule.py`, the rule itself, then
+`program.py`, its argument; `replicated.py` is the shortest rule. Imports `analysis/jaxpr`. Rules on a compiled program
+are in `analysis/compiled_rules/`.
 """
 
 from shardkit.analysis.rules.divergence import divergence
@@ -23,24 +23,24 @@ from shardkit.analysis.rules.unintended import unintended
 
 _TRACED = (
     ("divergent-collective", "a collective that only some devices of its axis reach", divergence),
-    ("ppermute-in-divergent-branch", "a ppermute that some devices do not reach, whatever its axis", divergence),
-    ("incomplete-permutation", "a ppermute from which some device receives only zeros", permutations),
+    ("ppermute-in-divergent-branch", "a ppermute that some devices do not reach, over any axis", divergence),
+    ("incomplete-permutation", "a ppermute that leaves some device with zeros only", permutations),
     ("non-bijective-permutation", "a ppermute that names a device twice or one that does not exist", permutations),
     ("identity-permutation", "a ppermute in which every device sends to itself", permutations),
     ("repeated-reduction", "a reduction over devices that hold the same value", reductions),
     ("repeated-draw", "the same random numbers for different elements on different devices", draws),
-    ("check-vma-off", "a shard_map whose types are not checked", unchecked),
+    ("check-vma-off", "a shard_map without checked types", unchecked),
     ("pmap", "jax.pmap in new code", unchecked),
-    ("unequal-output", "a result that out_specs declare replicated and that differs", outputs),
-    ("gather-one-shard-used", "an all_gather of which each device uses one piece", one_piece),
-    ("all-reduce-then-slice", "an all_reduce of which each device keeps one piece", one_piece),
+    ("unequal-output", "a result that differs although out_specs declare it replicated", outputs),
+    ("gather-one-shard-used", "an all_gather although each device uses one piece", one_piece),
+    ("all-reduce-then-slice", "an all_reduce although each device keeps one piece", one_piece),
     ("large-replicated", "a large array that every device holds whole", replicated),
     ("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
-    ("tensor-parallel-that-fits", "tensor parallelism of what one device could hold", fitting),
+    ("tensor-parallel-that-fits", "tensor parallelism for weights that fit one device", fitting),
     ("inner-gradient-of-a-constant", "a gradient inside a loss, summed over other examples", inner_gradients),
     ("mean-of-quotients", "a loss divided on each device by a sum over its examples", unintended),
     ("term-of-each-device", "a regularizer added to each device's total of a Mean", unintended),
-    ("idle-axis", "a mesh axis along which all devices of a training step do the same", unintended),
+    ("idle-axis", "a mesh axis with devices that all do the same in a training step", unintended),
     ("reused-key", "two draws of random numbers from one key", reused_keys),
     ("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
     ("process-dependent-program", "a program that is not the same on all processes", other_process),

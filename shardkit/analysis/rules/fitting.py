@@ -40,7 +40,7 @@ def fitting(program: TracedProgram) -> Iterator[Finding]:
                     f"that the program holds, with gradients {needed:,} bytes, fits into memory={program.capacity:,}.",
                     find_first_line(collectives["all_reduce", axis], block.context),
                     "Use the axis for dp or fsdp, which send gradients or weights in place of activations, or lower "
-                    "`memory` by what the activations need.",
+                    "`memory` by the bytes of the activations.",
                 )
 
 

@@ -34,7 +34,7 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
             yield Finding(
                 "inner-gradient-of-a-constant",
                 f"the gradient of a {format_type(casts[0])} that begins as a constant is summed over {quoted(axes)}, "
-                "whose devices have other examples: each gets the gradient of all.",
+                "and its devices have different examples: each device gets the gradient of all examples.",
                 site.source,
                 f"Cast the constant before differentiating: sk.vary(constant, {axes[0]!r}); or pass "
                 "value_and_grad(loss_fn, local=True), if the loss does not communicate.",

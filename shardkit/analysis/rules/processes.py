@@ -21,7 +21,7 @@ from shardkit.analysis.rules.rule import Finding, find_first_line
 
 _LARGEST_CONSTANT = 1 << 20  # elements; larger ones are not compared
 _SIMPLE = (int, float, str, bool, type(None), np.dtype, jax.sharding.PartitionSpec)
-_REMEDY = "Run the same program on every process, and pass what differs as data or decide it outside."
+_REMEDY = "Run the same program on every process, and pass differences as data or decide them outside."
 
 
 class _Line(NamedTuple):

@@ -50,8 +50,8 @@ def _check_operand(block: Block, equation: Any, operand: Any, operation: str) ->
     if state.reduced & set(equal_axes):
         reason = "was reduced or gathered over it before"
         remedy = (
-            "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
-            "where only the type must become equal, gather with replicated=True."
+            "Leave it out; to average gradients, cast the parameters with sk.vary before differentiating; to change "
+            "only the type, gather with replicated=True."
         )
     elif state.from_argument and not compat.in_jvp(
         equation

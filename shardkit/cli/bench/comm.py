@@ -16,7 +16,7 @@ _USUAL: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
 EXAMPLES = {
     "shardkit bench comm data=8 --op all_reduce --sizes 1K:64M:4": "one operation over eight devices",
     "shardkit bench comm data=2 model=4 --axis model --json comm.jsonl": "every operation, kept",
-    "shardkit bench comm data=8 --impl mine.py:kernel --op shift": "a kernel of your own",
+    "shardkit bench comm data=8 --impl mine.py:kernel --op shift": "your kernel",
 }
 
 
@@ -32,19 +32,19 @@ class Options(Output):
     impl: Words = ()
     """Implementations, by default lax and ring: lax, ring, bidirectional, hierarchical, two_step, deterministic,
     leaves, bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2,
-    compressed_int4, compressed_twice, uneven, compressed_hierarchical, ragged. Or kernels of your own, as module:kernel
-    or file.py:kernel, with the signature of the operation: (x, axis, **options)."""
+    compressed_int4, compressed_twice, uneven, compressed_hierarchical, ragged. Or your kernels, as module:kernel or
+    file.py:kernel, with the signature of the operation: (x, axis, **options)."""
     sizes: Optional[str] = None
     """Bytes of the whole array, FIRST:LAST:FACTOR or one size, such as 1K:64M:4; by default 1K:4M:16 on CPUs and
     1K:64M:4 elsewhere."""
     dtype: tuple[str, ...] = ("float32",)
-    """Of the array: float32, bfloat16, float16, float64, int32, int8, uint8."""
+    """Dtypes of the array: float32, bfloat16, float16, float64, int32, int8, uint8."""
     redop: tuple[str, ...] = ("sum",)
     """Reductions: sum, mean, max, min."""
     axis: Words = ()
-    """The axis of the collective, or the axes, over which together it runs; by default all of the mesh."""
+    """The axis of the collective, or several axes together; by default all axes of the mesh."""
     mode: Literal["inside", "dispatched"] = "inside"
-    """In a loop inside one jit, or called from Python."""
+    """Measure in a loop inside one jit, or call from Python."""
     calls: Optional[int] = None
     """Calls in each round, 20 by default; times are divided by it."""
     rounds: Optional[int] = None
@@ -52,7 +52,7 @@ class Options(Output):
 
 
 def comm(options: Options) -> int:
-    """Measure collectives as nccl-tests does, each compared with its reference; exit code 1 if an element is wrong."""
+    """Measure collectives as nccl-tests does, and check each result. The exit code is 1 if an element is wrong."""
     import shardkit as sk
     from shardkit import bench
     from shardkit.bench.comm import table

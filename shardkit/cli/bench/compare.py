@@ -1,4 +1,4 @@
-"""`shardkit bench compare OLD NEW --threshold 5%`: what became slower between two files of results."""
+"""`shardkit bench compare OLD NEW --threshold 5%`: find cases that became slower between two files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Options(WithJson):
     """Options of `shardkit bench compare`."""
 
     old: tyro.conf.Positional[Path]
-    """Results before, as --json wrote them."""
+    """Results from before the change, from --json."""
     new: tyro.conf.Positional[Path]
-    """Results after."""
+    """Results from after the change."""
     threshold: str = "5%"
-    """The smallest slowdown that counts, such as 5% or 0.05."""
+    """The smallest slowdown to report, such as 5% or 0.05."""
 
 
 def compare(options: Options) -> int:
-    """Compare two files of results, round by round; the exit code is 1 if a case became slower or wrong."""
+    """Compare two files of results, round by round. The exit code is 1 if a case became slower or wrong."""
     from shardkit import bench
 
     threshold = _read_threshold(options.threshold)

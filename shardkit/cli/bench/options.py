@@ -20,7 +20,7 @@ class Output:
     """Options of every measuring command."""
 
     quick: bool = False
-    """The smallest run that exercises everything, in less than a minute; not for figures to keep."""
+    """Run everything once, in less than a minute. Do not keep the figures."""
     json: Json = None
     """Append the records to this file, one JSON line each, for `shardkit bench compare`; with - print them."""
     csv: Optional[Path] = None

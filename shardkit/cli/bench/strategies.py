@@ -20,7 +20,7 @@ _QUICK_CASES: tuple[str, ...] = (
 
 EXAMPLES = {
     "shardkit bench strategies data=2 model=4": "the reference transformer",
-    "shardkit bench strategies data=4 model=2 --model train.py:make": "a model of your own",
+    "shardkit bench strategies data=4 model=2 --model train.py:make": "your model",
     "shardkit bench strategies data=8 --optimizer muon": "Muon in place of AdamW",
     "shardkit bench strategies --quick": "the shortest run",
 }
@@ -33,26 +33,26 @@ class Options(Output):
     mesh: Sizes = ("data=2", "model=4")
     """Axes and sizes: "data" splits examples, "model" splits layers; plans of data parallelism use both."""
     model: Optional[str] = None
-    """MODULE:FUNCTION that returns (loss_fn, params, batch), or with specs of the parameters over "model" as a fourth;
-    by default the reference transformer."""
+    """MODULE:FUNCTION that returns (loss_fn, params, batch), and perhaps specs of the parameters over "model"; by
+    default the reference transformer."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of every case; Muon by owners under a plan, as optax has it on one device and under the partitioner."""
+    """Optimizer of every case. Muon is sk.muon under a plan, and optax's on one device and under the partitioner."""
     only: Words = ()
-    """Cases to measure beside one device, by name."""
+    """Names of the cases to measure beside one device; by default all."""
     layers: int = 4
     """Layers of the reference transformer."""
     dim: int = 128
-    """Its width."""
+    """Width of the reference transformer."""
     heads: int = 4
-    """Its heads."""
+    """Heads of the reference transformer."""
     examples: int = 16
     """Sequences in the global batch."""
     tokens: int = 64
-    """Tokens of each."""
+    """Tokens of each sequence."""
     calls: int = 1
     """Steps of each case in each round."""
     rounds: int = 100
-    """Rounds, in each of which every case takes its turn."""
+    """Rounds; every case has one turn in each."""
 
 
 def strategies(options: Options) -> int:

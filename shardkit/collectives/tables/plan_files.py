@@ -243,7 +243,7 @@ def from_mscclpp(text: str) -> SendTable:
     try:
         plan = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"from_mscclpp: text must be JSON; got {error}. Pass what to_mscclpp returned.") from None
+        raise ValueError(f"from_mscclpp: text must be JSON; got {error}. Pass the result of to_mscclpp.") from None
     try:
         plan_reader = _PlanReader(plan)
         plan_reader.run_blocks()

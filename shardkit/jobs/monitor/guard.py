@@ -280,15 +280,16 @@ def guard(
     """Guards a training loop: it runs on all processes, or ends on all of them with the reason.
 
     When a process dies, raises, is stopped, exceeds a deadline, or its machine stops answering, every process ends with
-    exit code 70 (1 where the exception was raised), at most 3 s after the deadline. The last line of each names the
-    process, in a job on several hosts its host, the phase and the step; what hangs prints its threads' stacks before.
+    exit code 70 (the process with the exception: 1), at most 3 s after the deadline. The last line of each process
+    names the process at fault, its host if there are several, the phase and the step. A process that hangs prints the
+    stacks of its threads first.
 
     Args:
         mesh: the mesh, by default the mesh of `jax.set_mesh`; its devices and order must be the same everywhere.
-        config: what else must be the same everywhere: options by name, as JSON values.
+        config: further options that must be the same everywhere, by name, as JSON values.
         deadlines: seconds for each phase.
-        flight: directory for the flight records: what each process did last, `flight.PROCESS.json`, on failure.
-        first_step: the number of the next step, where a run resumes.
+        flight: directory for the flight records, `flight.PROCESS.json`: the last actions of each process, on failure.
+        first_step: the number of the next step, if you resume a run.
 
     Returns:
         A Guard: `watch(step)`, `data(batches)` and `phase(name)`.

@@ -173,8 +173,7 @@ def _check_residuals(where: str, stored: Records, wanted: Records) -> None:
     if stored_paths and not wanted_paths:
         raise ValueError(
             f"{where} has the residuals of error feedback, for {list_some(stored_paths)}, and the plan of this state "
-            "has none. Pass residuals='reset' to leave out what they hold, or restore into a state of a plan with "
-            "feedback."
+            "has none. Pass residuals='reset' to drop them, or restore into a state of a plan with feedback."
         )
 
 
@@ -238,8 +237,8 @@ def _to_json_value(name: str, value: Any) -> Any:
     most = _LARGEST // 4
     if len(text) > most:
         raise ValueError(
-            f"save: {name} must be at most {most:,} bytes of JSON; got {len(text):,}. Save an array in a file of its "
-            "own, and its name here."
+            f"save: {name} must be at most {most:,} bytes of JSON; got {len(text):,}. Save an array in another file, "
+            "and the name of that file here."
         )
     return value
 

@@ -321,7 +321,7 @@ def _check_certificates(*files: str | os.PathLike[str] | None) -> dict[str, Any]
         )
     for name, file in paths.items():
         if not os.path.isfile(file):
-            raise ValueError(f"initialize: {name} must be a file; got {file!r}, which is none. Pass its path.")
+            raise ValueError(f"initialize: {name} must be a file; got {file!r}. Pass its path.")
     if not set(names) <= inspect.signature(jax.distributed.initialize).parameters.keys():
         raise ValueError(
             f"initialize: mtls_cert_file needs jax 0.12, whose service knows certificates; got jax {jax.__version__}. "

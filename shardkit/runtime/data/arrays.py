@@ -27,8 +27,8 @@ def from_full(tree: Arrays, mesh: Mesh | None = None, spec: Specs = WHOLE) -> An
     Args:
         tree: pytree of numpy arrays, numbers, typed keys, or jax arrays of this process, the same in every process.
         mesh: the mesh, by default the mesh of `jax.set_mesh`; processes outside it get arrays without local data.
-        spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf uses as many of its
-            entries as it has dims.
+        spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf with fewer dims uses
+            its first entries.
 
     Raises:
         ValueError: a dim that does not divide or an integer too large for jax's dtype, before any communication; a

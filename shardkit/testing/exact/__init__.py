@@ -2,7 +2,7 @@
 
 Start with `equality.py`, what users call: `derivatives.py` traces both programs with their gradients, and `size.py`
 says how long they take. `law.py` is the same for a training step. `numbers/` is the arithmetic, with one number through
-the tower of primes as an example; `rules/` is what each primitive means in it; `interpreter.py` runs a program over all
+the tower of primes as an example; `rules/` has the meaning of each primitive; `interpreter.py` runs a program over all
 devices. `draws.py` says how often both programs run until they are proved equal, by what `coverage.py` has seen of
 their comparisons. `difference.py` is the way from a wrong result to its line: of a run that `record.py` keeps,
 `search.py` tries what `proposals.py` lists, the mistakes that could have been made; and `known_values.py` says which

@@ -224,7 +224,7 @@ class ProgramPair:
                 return
         raise UnprovableError(
             f"{self.where}: a divisor must not be zero for most inputs; at {SEEDS} draws one was. Remove a division "
-            "by what is always zero."
+            "by a value that is always zero."
         )
 
     def _count(self, field: Field) -> None:
@@ -311,7 +311,7 @@ class ProgramPair:
             got = on_mesh(field, None)
         except UnsupportedError as error:
             raise UnprovableError(
-                f"{self.where}: whatever is computed from a float must have a meaning in a finite field; {error} "
+                f"{self.where}: each operation on a float must have a meaning in a finite field; {error} "
                 f"{f'at {error.line} ' if error.line else ''}has none. Prove the part before it, or compare floats "
                 "with assert_matches_reference."
             ) from error

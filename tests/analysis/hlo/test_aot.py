@@ -128,8 +128,8 @@ def test_an_abort_of_the_compiler_is_an_error_with_its_cause(monkeypatch):
 def test_a_compiler_that_takes_too_long_is_ended(monkeypatch):
     child_that(monkeypatch, "import time; time.sleep(60)")
     assert refused(*data_parallel(), error=RuntimeError, timeout=0.5) == (
-        "aot.compile: the compiler for v5e:2x4 took longer than 0.5 s. Pass a longer timeout=, or a program whose "
-        "layers are a scan."
+        "aot.compile: the compiler for v5e:2x4 took longer than 0.5 s. Pass a longer timeout=, or a program with its "
+        "layers in a scan."
     )
 
 

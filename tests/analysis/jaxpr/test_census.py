@@ -269,8 +269,8 @@ def test_sums_that_are_no_floats_or_compiled_are_refused():
         ):
             expects(sums=wrong)
     with value_error(
-        "expects: sums= is what the traced program adds in, because a compiler may widen or narrow a sum; got it in "
-        "check_compiled. Call check, or leave sums out."
+        "expects: sums= is the dtype of sums in the traced program, because a compiler may widen or narrow a sum; "
+        "got it in check_compiled. Call check, or leave sums out."
     ):
         expects(sums="float32").check_compiled(on(reduces_twice), X)
 
@@ -478,8 +478,8 @@ def test_a_kernel_that_sends_by_itself_is_refused():
     assert census(copying(to_another=False), x).rows == ()
     line = copying.__code__.co_firstlineno + 9
     with value_error(
-        f"census: what is sent must be in the program; the primitive 'dma_start' at test_census.py:{line} "
-        "(copying.<locals>.kernel) may send to other devices by itself. Say what it sends: call it inside `with "
+        f"census: every collective must be in the program; the primitive 'dma_start' at test_census.py:{line} "
+        "(copying.<locals>.kernel) may send to other devices by itself. To say what it sends, call it inside `with "
         "sk.analysis.sends(kind, axis, sent):`."
     ):
         census(copying(to_another=True), x)

@@ -96,8 +96,8 @@ to itself
 a sum of a sum
     all_reduce over 'data', 'model' of a float32[8,64] that is equal along axis 'model' already, because it was
     reduced or gathered over it before; a sum multiplies it by 4, and a mean changes nothing.
-    => Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; where
-    only the type must become equal, gather with replicated=True.
+    => Leave it out; to average gradients, cast the parameters with sk.vary before
+    differentiating; to change only the type, gather with replicated=True.
 weight decay counted by every device
     all_reduce over 'data', 'model' of a float32[] that is equal along axes 'data', 'model' already, because it
     comes from replicated arguments; a sum multiplies it by 8, and a mean changes nothing.
@@ -132,11 +132,11 @@ pmap
 process 0 alone
     the program runs 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over 'data',
     'model'(float32[]) against nothing: a deadlock.
-    => Run the same program on every process, and pass what differs as data or decide it outside.
+    => Run the same program on every process, and pass differences as data or decide them outside.
 another constant
     processes 0 and 1 trace different programs; the first difference is a constant float32[64,64] against a constant
     float32[64,64] of other values.
-    => Run the same program on every process, and pass what differs as data or decide it outside.
+    => Run the same program on every process, and pass differences as data or decide them outside.
 """
 
 
@@ -319,8 +319,8 @@ def test_a_program_that_only_one_process_can_trace():
     line = fn.__code__.co_firstlineno + 2
     assert str(found) == (
         f"test_lint.py:{line} (fn): process-dependent-program: it can be traced as process 0 and raises RuntimeError: "
-        "no data here as process 1. Run the same program on every process, and pass what differs as data or decide it "
-        "outside."
+        "no data here as process 1. Run the same program on every process, and pass differences as data or decide "
+        "them outside."
     )
 
 

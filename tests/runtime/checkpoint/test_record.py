@@ -108,7 +108,7 @@ def test_what_is_too_large_or_too_deep_for_a_record():
     with pytest.raises(ValueError, match=r"^save: position must be a JSON value, of dicts,"):
         record.make_record(5, deep, None, None, {})
     with value_error(
-        "save: config must be at most 67,108,864 bytes of JSON; got 67,108,867. Save an array in a file of its own, "
-        "and its name here."
+        "save: config must be at most 67,108,864 bytes of JSON; got 67,108,867. Save an array in another file, and "
+        "the name of that file here."
     ):
         record.make_record(5, None, "a" * (2**26 + 1), None, {})

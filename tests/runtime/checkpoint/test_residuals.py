@@ -107,8 +107,7 @@ def test_only_one_of_the_two_has_residuals(saved, tmp_path):
     directory, (params, _) = saved
     assert refused(lambda: restore(directory, PLAIN.init)) == (
         f"restore: step 2 of '{directory}' has the residuals of error feedback, for {LEAVES}, and the plan of this "
-        "state has none. Pass residuals='reset' to leave out what they hold, or restore into a state of a plan with "
-        "feedback."
+        "state has none. Pass residuals='reset' to drop them, or restore into a state of a plan with feedback."
     )
     without = restore(directory, PLAIN.init, residuals="reset")
     jax.tree.map(np.testing.assert_array_equal, host(without.params), params)

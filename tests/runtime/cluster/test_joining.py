@@ -225,7 +225,7 @@ def test_certificates_are_passed_on_or_refused(tmp_path, monkeypatch):
         "Pass all three."
     )
     assert refused(lambda: sk.runtime.initialize(**files | {"mtls_ca_file": str(tmp_path)})) == (
-        f"initialize: mtls_ca_file must be a file; got '{tmp_path}', which is none. Pass its path."
+        f"initialize: mtls_ca_file must be a file; got '{tmp_path}'. Pass its path."
     )
     monkeypatch.setattr(join.jax.distributed, "initialize", lambda coordinator_address: None)
     monkeypatch.setattr(join.jax, "__version__", "0.10.2")

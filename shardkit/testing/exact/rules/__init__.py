@@ -1,8 +1,8 @@
 """What each primitive means in the field: a function of its operands, which knows of no mesh.
 
 Start with `primitive_rules.py`, the table. A rule is a function of a `Scope` (where the equation stands), the equation,
-and its operands, of which at least one is an `Exact`; the others may be arrays that are known, of integers, booleans or
-constants. An equation whose operands are all known is computed by numpy or by jax, in `known.py`.
+and its operands. At least one operand is an `Exact`; the others may be known arrays, of integers, booleans or
+constants. If all operands of an equation are known, numpy or jax computes it, in `known.py`.
 
 The dims of a mesh come first in every operand, `rank` of them, of size 1 where all devices have the same; those of the
 array come after them. So one call of a rule computes the equation of all devices. Worked example: on a mesh of 2 by 4
@@ -13,5 +13,5 @@ The families, a file each: `elementwise.py`, `comparisons.py`, `rounding.py`, `r
 `contractions.py`, `movement.py` (whatever only moves elements), `scatters.py`, `windows.py` (convolutions and pooling),
 `linear_algebra.py`, `random_keys.py`, and `exchanges.py`, the collectives.
 
-Imports `numbers/`, and of `_jax/` what reads equations.
+Imports `numbers/`, and the readers of equations in `_jax/`.
 """
