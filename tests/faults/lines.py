@@ -40,9 +40,10 @@ from shardkit.testing import assert_equal_for_all_inputs
 CASES = [case for module in (losses, layers, attention, sequences, optimizers, statistics) for case in module.CASES]
 # Written later, in other families, and measured before anything was changed for them.
 LATER_CASES = [case for module in (graphs, physics, returns, exchange, serving) for case in module.CASES]
-# Written before any of their results was seen; `fresh` was looked at and worked with, `unseen` counted alone.
+# Written before any of their results was seen; `fresh` and `unseen` were looked at later and worked with.
 FRESH_CASES = [*routing.CASES, *travel.CASES]
 UNSEEN_CASES = [*choices.CASES, *blocks.CASES]
+# Written when both had been seen, and counted alone.
 THIRD_CASES = third.CASES
 ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES, *THIRD_CASES]
 BY_NAME = {case.name: case for case in ALL_CASES}

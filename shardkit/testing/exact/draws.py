@@ -22,7 +22,6 @@ from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
-_FOREIGN = 2  # times as many draws in which comparisons change, where only one side makes one of them
 _TOGETHER = 4  # elements that are put where comparisons change
 
 
@@ -204,9 +203,6 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
     if not pair.coverage.decisions:
         return effort.zeros if pair.field.divides else 0
-    # Where one side alone compares, what shows it may hang on other comparisons too: more draws meet both.
-    if pair.coverage.foreign():
-        return _FOREIGN * effort.crossed
     return effort.crossed
 
 

@@ -78,16 +78,6 @@ def test_a_certificate_says_where_zero_divides_on_one_side_alone(around):
     assert words not in str(proved(around(by_neighbour)))
 
 
-# What such a comparison changes may hang on others too, and is seen in few draws.
-def test_a_comparison_of_one_side_has_more_draws():
-    def number_of_draws(kernel):
-        found = proved(kernel, lambda x: jnp.where(x > 0, x, -x))
-        return int(str(found.compared).partition("both ways in ")[2].split()[0])
-
-    foreign = number_of_draws(lambda x: jnp.where(x > 0, jnp.where(x > 1, x, x), -x))
-    assert foreign > number_of_draws(lambda x: jnp.where(x > 0, x, -x))
-
-
 # proves N49: a certificate claims no more than was proved, and its chance is the bound of Schwartz and Zippel
 def test_what_a_certificate_says():
     found = proved(squared)
