@@ -188,8 +188,19 @@ def make_eval_step(
     def find_mixed_examples(params: Any, batch: Any, carried: Any) -> dict[str, str]:
         if isinstance(loss_fn, Staged):
             return {}
-        if mesh is not callers_mesh:
-            params, batch, carried = change_axis_types((params, batch, carried), mesh)
+        # jax.set_mesh of a mesh with Explicit axes may surround the call.
+        with jax.set_mesh(mesh) if mesh is not callers_mesh else nullcontext():
+            if mesh is not callers_mesh:
+                params, batch, carried = change_axis_types((params, batch, carried), mesh)
+            examples = split_examples(params, carried)
+            try:
+                return find_mixed(examples, params, batch, key=None)
+            except (TypeError, ValueError):
+                # The loss has run, and cannot be traced for twice as many examples: it is written for so many on each
+                # device, and so for this mesh alone.
+                return {}
+
+    def split_examples(params: Any, carried: Any) -> Examples:
         first_plan = plan if all_manual else record_automatic_splits(plan, params, axes)
         placement = first_plan.placement(params, mesh)
         state = Carried("evaluate", carried, params, placement)
@@ -201,15 +212,7 @@ def make_eval_step(
 
         has_16_bits = bool(jnp.finfo(policy.compute).bits < 32)
         axes_of_examples = example_axes(placement.batch)
-        examples = Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, has_16_bits, compute)
-        # jax.set_mesh of a mesh with Explicit axes may surround the call.
-        with jax.set_mesh(mesh) if mesh is not callers_mesh else nullcontext():
-            try:
-                return find_mixed(examples, params, batch, key=None)
-            except (TypeError, ValueError):
-                # The loss has run, and cannot be traced for twice as many examples: it is written for so many on each
-                # device, and so for this mesh alone.
-                return {}
+        return Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, has_16_bits, compute)
 
     all_manual = set(axes) == set(mesh.axis_names)
     run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)
