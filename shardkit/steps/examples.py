@@ -272,7 +272,9 @@ def _find_largest_gap(sums: jax.Array) -> jax.Array:
     together = _divide(both)
     is_same = (apart == together) | (jnp.isnan(apart) & jnp.isnan(together))
     difference = jnp.sum(jnp.where(is_same, 0.0, jnp.abs(apart - together)), axis=-1)
-    size = jnp.sum(sum(jnp.abs(_divide(x)) for x in (first, second, both)), axis=-1)
+    # Of several means, one that is NaN on both sides says nothing of the rounding of the others.
+    sizes = sum(jnp.abs(_divide(x)) for x in (first, second, both))
+    size = jnp.sum(jnp.where(is_same, 0.0, sizes), axis=-1)
     gap = jnp.where(difference == 0, 0.0, jnp.nan_to_num(difference / size, nan=jnp.inf))
     worst = jnp.argmax(gap)
     return jnp.stack([apart[worst].sum(), together[worst].sum(), gap[worst]])

@@ -194,6 +194,16 @@ def guarded_by_example(params, batch, keys):
     return sk.Mean.of(jnp.sort(jnp.where(jnp.isnan(error), 0.0, error)))
 
 
+# What alone finds two means, one of which is NaN for planted numbers, while the other is only rounded.
+def test_a_sum_of_means_of_which_one_is_not_a_number():
+    def loss(params, batch, keys):
+        of_parameters = sk.Mean(jnp.sin(params["w"]).sum() * 0.1, 1)
+        return of_parameters + ordered(params, batch, keys)
+
+    step, state, batch = stepped(loss)
+    step(state, batch)
+
+
 # What alone finds comparisons over the examples that go one way in both parts of the first batch, and another later.
 @pytest.mark.parametrize(
     "loss, how",
