@@ -31,6 +31,7 @@ def alike(shown, printed):
     pieces = [re.escape(piece) for piece in re.split(r"^ *\.\.\.\n", shown, flags=re.M)]
     pattern = re.sub(r"\d+(\\\.\d+)?(\\? )?s\b", r"[0-9.,]+ ?s", r"(?:.*\n)*".join(pieces))
     printed = re.sub(r" \(\d+:\d\d:\d\d\)$", "", printed, flags=re.M)  # pytest's, of a run of more than a minute
+    printed = re.sub(r" +\[ *\d+%\]$", "", printed, flags=re.M)  # pytest's, at the right edge of the terminal
     return re.fullmatch(pattern, CHATTER.sub("", printed))
 
 
@@ -73,5 +74,6 @@ def test_what_a_command_prints_is_compared():
     shown = "mesh a=2 (cpu)\n...\ndone: 5 steps, 3.0 s\n"
     assert alike(shown, "mesh a=2 (cpu)\n[Gloo] Rank 0\nstep 1\nstep 2\ndone: 5 steps, 12 s\n")
     assert alike(shown, "mesh a=2 (cpu)\nstep 1\ndone: 5 steps, 62.3s (0:01:02)\n")
+    assert alike("..\n2 passed in 5.1s\n", "..           [100%]\n2 passed in 3.05s\n")
     assert not alike(shown, "mesh a=2 (gpu)\ndone: 5 steps, 12 s\n")
     assert not alike(shown, "mesh a=2 (cpu)\ndone: 6 steps, 12 s\n")
