@@ -246,6 +246,12 @@ def frames_of(traceback: Any) -> list[tuple[str, int, str]]:
     return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
 
 
+def is_function_of_jax(jaxpr: Any) -> bool:
+    """Whether a jaxpr is that of a function of jax itself: defined where `user_frames` sees no line of a user."""
+    file = jaxpr.debug_info.func_filename
+    return file is not None and not private("source_info_util.is_user_filename")(file)
+
+
 def in_backward(equation: Any) -> bool:
     """Whether an equation comes from transposition (the backward pass)."""
     return "transpose" in transforms(equation)

@@ -2,9 +2,8 @@
 
 `jaxpr/` reads the traced program, `hlo/` the compiled one; `judge.py` holds any function against the rules in
 `rules/` and `compiled_rules/`, and `contracts.py` against the collectives that it should run. Start with
-`jaxpr/census.py`.
-Imports cost, meshes and on_device; steps
-imports its readers of traced programs and their rules.
+`jaxpr/census.py`. Imports cost, meshes and on_device, and `hlo/` also steps; steps imports the readers of traced
+programs and their rules.
 """
 
 from shardkit.analysis.contracts import collective, expects

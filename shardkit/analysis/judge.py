@@ -23,7 +23,7 @@ from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
-from shardkit.analysis.hlo.report import format_bytes, plain_row, read_row
+from shardkit.analysis.hlo.report import format_bytes, format_versions, plain_row, read_row
 from shardkit.analysis.hlo.topology import parse_topology, tracing_for
 from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
 from shardkit.analysis.jaxpr.step import trace_step
@@ -122,7 +122,7 @@ class Audit:
     def compare(self, before: Audit, growth: float = GROWTH) -> list[str]:
         """What is worse than before, one line each: new findings, and bytes that grew by more than a share `growth`.
 
-        A finding is the same if its rule, file and function are: lines move.
+        Growth by less than 1 KiB is left out. A finding is the same if its rule, file and function are: lines move.
 
         Raises:
             ValueError: the two are of other chips or another mesh, one is compiled and one is not, or `growth` is
@@ -171,11 +171,8 @@ class Audit:
         return sizes
 
     def __str__(self) -> str:
-        versions = []
-        for package, version in self.versions.items():
-            versions.append(f"{package} {version.splitlines()[0]}")
         lines = [
-            f"{self.step} on {_describe_devices(self.devices, self.target)} ({', '.join(versions)})",
+            f"{self.step} on {_describe_devices(self.devices, self.target)} ({format_versions(self.versions)})",
             f"mesh: {sized(self.mesh.items())}",
         ]
         if self.memory:
@@ -269,7 +266,7 @@ def audit(
     call: bool = True,
     timeout: float = 1800.0,
 ) -> Audit:
-    """Reads one call of any function: its collectives and their reasons, its mistakes, and its waste.
+    """Reads one call of any function: its collectives with their lines, its mistakes, and its waste.
 
     You can pass any function that jax can trace, on any mesh: from `jax.jit` with NamedShardings, `nnx.jit`,
     `eqx.filter_jit` or `jax.pmap`, with or without shard_map inside. From the trace you get `census` and `lint`

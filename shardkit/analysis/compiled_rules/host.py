@@ -44,7 +44,7 @@ def _describe_times(times: int | None) -> str:
 
 
 def _count_moved_bytes(site: Site) -> int:
-    """Bytes, of all devices together, that change memory."""
+    """Bytes that change memory: of all devices together, and inside a shard_map of one."""
     moved = 0
     for before, after in zip(site.equation.invars, site.equation.outvars, strict=True):
         if _memory_space(before) != _memory_space(after):

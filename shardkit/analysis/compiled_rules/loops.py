@@ -20,8 +20,10 @@ _SUM = (
 Loop = tuple[proto.Computation, proto.Instruction]  # the computation around a `while`, and that
 _BARRIERS = ("opt-barrier", "optimization-barrier")
 Passes = Callable[[CompiledUse], bool]
-# A sum of what these make of each term is what they make of the sum; `_linear` looks at the operands.
+# A sum of what these make of each term is what they make of the sum; `_is_linear` looks at the operands.
 _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", "concatenate", "all-reduce"}
+# What may give another value in each iteration, of whatever operands.
+_MAY_CHANGE = ("parameter", "while", "rng", "rng-bit-generator", "custom-call")
 
 
 def loops(program: CompiledProgram) -> Iterator[Finding]:
@@ -146,24 +148,27 @@ def _is_linear_or_stacks(use: CompiledUse) -> bool:
 
 
 def _is_same_each_time(body: proto.Computation, collective: proto.Instruction) -> bool:
-    """Whether what a collective sends is the same in every iteration of the loop with this body."""
-    answers: dict[int, bool] = {}  # by the id of an instruction: many share operands
+    """Whether what a collective sends is the same in every iteration of the loop with this body.
 
-    def is_same(number: int) -> bool:
-        if number not in answers:
-            answers[number] = is_computed_alike(_skip_barrier(body, body.instructions[number]))
-        return answers[number]
-
-    def is_computed_alike(instruction: proto.Instruction) -> bool:
+    It is if nothing from which it is computed changes: this walks back from its operands, and the first instruction
+    that may give another value decides. A loop and no recursion, because a body may compute in thousands of steps.
+    """
+    visited = set()  # ids of instructions: many share operands
+    waiting = list(collective.operands)
+    while waiting:
+        number = waiting.pop()
+        if number in visited:
+            continue
+        visited.add(number)
+        instruction = _skip_barrier(body, body.instructions[number])
         if instruction.opcode == "get-tuple-element" and instruction.operands == (body.parameters[0].id,):
-            # An element of the loop's state is the same if the body returns it as it was.
-            root = body.instructions[body.root]
-            return root.opcode == "tuple" and _is_read(body, root.operands[instruction.tuple_index], instruction)
-        if instruction.opcode in ("parameter", "while", "rng", "rng-bit-generator", "custom-call"):
+            if not _is_returned_unchanged(body, instruction):
+                return False
+        elif instruction.opcode in _MAY_CHANGE:
             return False
-        return all(is_same(operand) for operand in instruction.operands)
-
-    return all(is_same(operand) for operand in collective.operands)
+        else:
+            waiting += instruction.operands
+    return True
 
 
 def _skip_barrier(body: proto.Computation, instruction: proto.Instruction) -> proto.Instruction:
@@ -181,9 +186,12 @@ def _skip_barrier(body: proto.Computation, instruction: proto.Instruction) -> pr
     return instruction
 
 
-def _is_read(body: proto.Computation, number: int, read: proto.Instruction) -> bool:
-    """Whether a value is an element of the state as it was read, perhaps copied."""
-    instruction = body.instructions[number]
+def _is_returned_unchanged(body: proto.Computation, read: proto.Instruction) -> bool:
+    """Whether the body returns an element of the loop's state as it was read, perhaps copied."""
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return False
+    instruction = body.instructions[root.operands[read.tuple_index]]
     while instruction.opcode in ("copy", "bitcast"):
         instruction = body.instructions[instruction.operands[0]]
     if instruction.opcode != "get-tuple-element":

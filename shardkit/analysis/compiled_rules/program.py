@@ -24,6 +24,7 @@ from shardkit.analysis.jaxpr.census import mesh_sizes
 from shardkit.analysis.jaxpr.step import StepLeaf, leaves_of
 from shardkit.analysis.rules.program import TracedProgram, in_one_sentence
 
+# Known by its text: the partitioner says so in its log, and the compiled program has no mark of it.
 _REPLICATED = "Involuntary full rematerialization"
 
 

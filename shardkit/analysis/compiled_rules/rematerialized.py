@@ -94,15 +94,22 @@ def _read_log_line(program: CompiledProgram, line: str) -> Finding:
         name = metadata[1]
         if not program.target:  # the TPU compiler numbers the lines anew
             source = program.module.frames.get(int(metadata[2] or 0), "")
-    for row in program.rows:
-        if not source and row.kind == "all_gather" and row.op_name == name:
-            source = row.source
+    if not source:
+        source = _find_line_of_gather(program, name) or program.line_of(name) or name or "unknown"
     return Finding(
         "full-rematerialization",
         f"the partitioner makes {value} ({name}) whole on every device to change its sharding{change}.",
-        source or program.line_of(name) or name or "unknown",
+        source,
         _REMEDY,
     )
+
+
+def _find_line_of_gather(program: CompiledProgram, name: str) -> str:
+    """The line of the first all-gather that comes from the operation of this name; "" if none has one."""
+    for row in program.rows:
+        if row.kind == "all_gather" and row.op_name == name and row.source:
+            return row.source
+    return ""
 
 
 def _passes_on(use: CompiledUse) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -32,9 +33,11 @@ def sums(program: CompiledProgram) -> Iterator[Finding]:
     terms_of_sum: dict[tuple[int, int], list[_Term]] = {}
     for row, computation, instruction in program.collectives("all_reduce"):
         for result in _list_results(program.uses, computation, instruction):
-            additions = list(_follow_additions(program.uses, Value(computation, result)))
-            if additions and result.shape.bytes >= program.small:
-                terms_of_sum.setdefault(additions[-1], []).append(_Term(row, result.shape.bytes))
+            if result.shape.bytes < program.small:
+                continue
+            addition = _find_last_addition(program.uses, Value(computation, result))
+            if addition is not None:
+                terms_of_sum.setdefault(addition, []).append(_Term(row, result.shape.bytes))
     for terms in terms_of_sum.values():
         count_of_axes = Counter(term.row.axes for term in terms)
         repeated = [term for term in terms if count_of_axes[term.row.axes] > 1]
@@ -63,17 +66,19 @@ def _list_results(uses: Uses, computation: proto.Computation, all_reduce: proto.
     return results
 
 
-def _follow_additions(uses: Uses, value: Value) -> Iterator[tuple[int, int]]:
-    """The additions through which a value goes, as long as each result has one reader.
+def _find_last_addition(uses: Uses, value: Value) -> tuple[int, int] | None:
+    """The last of the additions through which a value goes, as long as each result has one reader; None without one.
 
-    Of psum(a) in `y = (psum(a) + psum(b)) + psum(c)` they are the inner and the outer addition, of psum(c) the outer.
+    Of psum(a), psum(b) and psum(c) in `y = (psum(a) + psum(b)) + psum(c)` it is the outer addition. The result is the
+    ids of its computation and its instruction.
     """
+    addition = None
     while True:
-        readers = list(uses.find_ends(value, _scales))
+        readers = list(itertools.islice(uses.find_ends(value, _scales), 2))  # a second one ends the sum
         if len(readers) != 1 or readers[0].opcode != "add":
-            return
+            return addition
         value = readers[0].value
-        yield value.computation.id, value.instruction.id
+        addition = (value.computation.id, value.instruction.id)
 
 
 def _scales(use: CompiledUse) -> bool:

@@ -423,6 +423,11 @@ def _find_cause(log: str) -> str:
     return last_line
 
 
+# Refusals are known by their text, against the rule of the house that nothing is: they have nothing else to go by.
+# jax raises one class, JaxRuntimeError, for everything that XLA refuses. Of the status behind it only the text is left,
+# which begins with the status code ("RESOURCE_EXHAUSTED"), and the numbers of bytes stand nowhere but in the sentence
+# after it (`report.py`). A text that none of these knows is passed on as it is, as the compiler's refusal.
+#
 # libtpu's messages for a program that must use the whole torus; which meshes may be smaller is undocumented.
 _PART = re.compile("RET_CHECK failure.*(should include all slice devices|Unexpected device_id)")
 _ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory, not the device's, ran out

@@ -212,8 +212,9 @@ def _are_complete(groups: Groups, dims: Sequence[int], varying: Sequence[int]) -
     for dim in varying:
         steps = [step * strides[dim] for step in range(dims[dim])]
         offsets = [offset + step for offset in offsets for step in steps]
+    complete = set(offsets)
     for group in groups:
         first = min(group)
-        if {device - first for device in group} != set(offsets):
+        if {device - first for device in group} != complete:
             return False
     return True

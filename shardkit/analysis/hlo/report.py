@@ -20,7 +20,7 @@ from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of
 from shardkit.meshes.layout import table
 
 # A compiler refuses a program in one of two forms, as "(21.50G) exceeds available memory (15.75G)" and
-# "Used 21.50G of 15.75G hbm".
+# "Used 21.50G of 15.75G hbm"; `aot.py` says why they are known by their text.
 _REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")
 _AVAILABLE = (r"exceeds available \w+ \(([\d.]+)([KMGT]?)\)", r"[Uu]sed [\d.]+[KMGT]? of ([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -154,11 +154,8 @@ class Report:
     def _format_head(self) -> str:
         """The chips, the mesh and the versions: "v5e:2x4, mesh data=8 (jax 0.10.2, libtpu 0.0.42)"."""
         head = f"{self.topology}, mesh {sized(self.mesh.items())}"
-        versions = []
-        for package, version in self.versions.items():
-            versions.append(f"{package} {version.splitlines()[0]}")
-        if versions:
-            head += f" ({', '.join(versions)})"
+        if self.versions:
+            head += f" ({format_versions(self.versions)})"
         return head
 
     def _format_needed(self) -> str:
@@ -274,6 +271,11 @@ def format_bytes(count: float | Fraction) -> str:
         if value < 1024:
             return f"{value:,.2f} {unit}"
     return f"{value / 1024:,.2f} TiB"
+
+
+def format_versions(versions: Mapping[str, str]) -> str:
+    """Packages with their versions, as "jax 0.10.2, libtpu 0.0.42"; of a version of several lines the first."""
+    return ", ".join(f"{package} {version.splitlines()[0]}" for package, version in versions.items())
 
 
 def _format_ms(seconds: float) -> str:

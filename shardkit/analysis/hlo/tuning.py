@@ -91,7 +91,8 @@ def try_options(compile_with: Callable[[CompilerOptions], Trial], options: Seque
 def _rank(trial: Trial) -> tuple[bool, float, int]:
     """The fastest first, then what does not fit by its memory, and last what was refused.
 
-    The three are (is it refused, seconds, bytes that are too many); seconds of what does not fit are infinite.
+    The three are (is it refused, seconds, bytes that it needs if it does not fit); seconds of what does not fit are
+    infinite.
     """
     if trial.report is None:
         return True, math.inf, 0

@@ -1,4 +1,4 @@
 """Readers of the traced program: the census, explain, and which values differ between devices.
 
-Start with `census.py`. Imports `jaxprs.py` and cost; needs no device and compiles nothing.
+Start with `census.py`. Imports `_jax`, cost, meshes and on_device; needs no device and compiles nothing.
 """

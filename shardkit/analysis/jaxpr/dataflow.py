@@ -303,7 +303,7 @@ class _StateReader(FactInterpreter[State]):
 
 
 def _find_split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
-    """The ones of some axes that have several devices here."""
+    """The axes that have several devices here."""
     return frozenset(axis for axis in axes if sizes.get(axis, 1) > 1)
 
 

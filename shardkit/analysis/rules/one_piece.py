@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,10 +36,10 @@ def one_piece(program: TracedProgram) -> Iterator[Finding]:
 
 def _find_only_use(block: Block, result: Any) -> Use | None:
     """The use of a value that has no other, and does not leave the block."""
-    found = list(uses(block, result))
-    if len(found) != 1:
+    first_uses = list(itertools.islice(uses(block, result), 2))  # a second one decides
+    if len(first_uses) != 1:
         return None
-    return found[0]
+    return first_uses[0]
 
 
 def _check_gather(

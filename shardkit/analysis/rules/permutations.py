@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -73,8 +74,9 @@ def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
             if not 0 <= device < n:
                 return f"{role} {device}, a device that does not exist."
     for role, devices in roles.items():
+        counts = Counter(devices)
         for device in devices:
-            if devices.count(device) > 1:
+            if counts[device] > 1:
                 return f"{role} {device} more than once."
     return ""
 

@@ -89,7 +89,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
     names: _Names
     context: Context
     loops: tuple[tuple[int, str], ...] = ()  # the loops around it, each with its number and its description
-    line: str = ""  # the line of the jax.random call that it is in; "" outside one
+    line: str = ""  # the line that calls the function of jax that it is in, such as jax.random.normal; "" outside one
     drawn: dict[int, str] = field(default_factory=dict)  # for each key drawn from so far, the line
     findings: list[Finding] = field(default_factory=list)
     drawing: dict[int, bool] = field(default_factory=dict)  # whether numbers are drawn in a jaxpr, by its identity
@@ -133,8 +133,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
     def call(self, equation: Any, body: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         inner = self._enter(equation)
         # jax traces its own functions once and records the line of the first call for all.
-        function = str(equation.params.get("name", "")).lstrip("_")
-        if not self.line and hasattr(jax.random, function):
+        if not self.line and compat.is_function_of_jax(getattr(body, "jaxpr", body)):
             inner = replace(inner, line=inner.context.source)
         return inner.run(body, operands)
 
@@ -200,9 +199,11 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
 
     def _carry_on(self, body: Any, consts: list[NamedValue], carry: list[NamedValue], loop: int) -> list[NamedValue]:
         """The carry in any iteration: what the body returns as it was passed stays, all else is another value."""
-        arguments = body.jaxpr.invars[len(consts) :]
+        # Behind the carry, the body of a scan has the rows that it reads, and returns those that it writes.
+        arguments = body.jaxpr.invars[len(consts) : len(consts) + len(carry)]
+        outs = body.jaxpr.outvars[: len(carry)]
         values = []
-        for value, argument, out in zip(carry, arguments, body.jaxpr.outvars, strict=False):
+        for value, argument, out in zip(carry, arguments, outs, strict=True):
             if out is not argument:
                 value = self._vary(value, loop)
             values.append(value)

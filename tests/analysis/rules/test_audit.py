@@ -103,6 +103,29 @@ def test_what_a_barrier_kept_apart_is_the_same(left):
     assert _is_same_each_time(body, instructions[5])
 
 
+def make_long_body(steps, element):
+    """A loop's body whose all-gather takes, after so many steps, element 0 of the state, which is kept, or 1."""
+    opcodes = [("parameter",), ("get-tuple-element", 0), ("get-tuple-element", 0), ("negate", 2), ("tuple", 1, 3)]
+    opcodes.append(("add", 1 + element, 1 + element))
+    for number in range(5, 5 + steps):
+        opcodes.append(("add", number, number))
+    opcodes.append(("all-gather", 5 + steps))
+    instructions = {}
+    for number, (opcode, *operands) in enumerate(opcodes):
+        index = int(number == 2)
+        instructions[number] = SimpleNamespace(id=number, opcode=opcode, operands=tuple(operands), tuple_index=index)
+    return SimpleNamespace(instructions=instructions, parameters={0: instructions[0]}, root=4)
+
+
+# Alone catches a recursion over the steps of a body, which Python ends at a thousand, and a walk of every path of a
+# diamond after a diamond, which would not end.
+@pytest.mark.check
+@pytest.mark.parametrize(("element", "same"), [(0, True), (1, False)])
+def test_a_long_body_is_read(element, same):
+    body = make_long_body(5000, element)
+    assert _is_same_each_time(body, body.instructions[5006]) is same
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "make", ["stacked_sums_in_the_loop", "gathers_in_the_loop", "reshards_in_one_go", "holds_copies", "unplaced"]

@@ -173,6 +173,20 @@ def test_the_lines_of_both_draws_and_of_the_loop():
     ]
 
 
+@jax.jit
+def normal(key):
+    first = random.uniform(key)
+    return first + random.uniform(key)
+
+
+# Catches a function that is taken for jax's because it is named like one: both draws were at the line that calls it.
+def test_a_users_function_with_the_name_of_one_of_jax_has_lines_of_its_own():
+    line = normal.__wrapped__.__code__.co_firstlineno
+    [finding] = found(lambda key: normal(key) + 1, KEY)
+    assert finding.source == f"test_reused_keys.py:{line + 3} (normal)"
+    assert f"as those drawn at test_reused_keys.py:{line + 2} (normal)" in finding.message
+
+
 def test_a_pipelines_backward_pass_draws_again_what_its_forward_pass_drew():
     """The embedding was blamed, which each of both runs."""
     step = pipelines.traced_step(sk.schedules.one_f_one_b(2, 2), 2, recompute=True)
