@@ -173,8 +173,13 @@ def test_building_and_instruments_smoke(tmp_path):
 
 @pytest.mark.deep
 def test_first_call_smoke():
-    printed = smoke("first_call", "--smoke").splitlines()
-    assert [line.split(" | ")[0] for line in printed[-3:]] == ["| dp", "| fsdp by layer", "| dp, sorted"]
+    """Each row's share is that of its own two times, which are those of something that ran."""
+    rows = [line.strip("| ").split(" | ") for line in smoke("first_call", "--smoke").splitlines()[-3:]]
+    assert [plan for plan, *_ in rows] == ["dp", "fsdp by layer", "dp, sorted"]
+    for _, plain, checked, share in rows:
+        assert float(plain) > 0 and float(checked) > 0
+        # Times are printed in hundredths of a second.
+        assert float(share.rstrip("%")) == pytest.approx(100 * (float(checked) / float(plain) - 1), abs=5)
 
 
 @pytest.mark.deep

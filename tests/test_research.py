@@ -92,11 +92,42 @@ def test_experts_balanced_without_a_loss():
     assert notes["equal_for_all_inputs"] == "not for all inputs: carry= compares numbers"
 
 
+def contrastive_loss_fell(run):
+    """Of 32 pairs, of which one is right: it begins at log(32)."""
+    return run["metrics"]["loss"] < 1
+
+
+def generator_is_where_the_data_is(run):
+    return np.allclose(run["g"].params["generator"]["b"], [1, -1], atol=0.3)
+
+
+def labels_are_told(run):
+    """Of two classes: it begins at log(2)."""
+    return run["metrics"]["named"] < 0.5
+
+
+def experts_are_chosen_evenly(run):
+    """The share of the most chosen of eight experts in each layer: it began above a quarter, and fell below."""
+    shares = np.stack(run["most"])
+    return shares[-20:].mean(0).max() < 0.25 < shares[0].min()
+
+
+LEARNED = {
+    "contrastive": contrastive_loss_fell,
+    "gan": generator_is_where_the_data_is,
+    "teacher": labels_are_told,
+    "experts": experts_are_chosen_evenly,
+}
+
+
+# Catches an example that runs to its end without having learned: each says so of itself, but only as long as its last
+# line stands.
 @pytest.mark.quick("contrastive", "teacher")  # the steps of the others are compared above
 @pytest.mark.parametrize("name", FILES)
 def test_they_learn(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        runpy.run_path(str(FILES[name]), run_name="__main__")
+        run = runpy.run_path(str(FILES[name]), run_name="__main__")
+    assert LEARNED[name](run)
 
 
 # Catches a file of the template that needs another of the repository, and a test of it that fails: a researcher copies
@@ -113,5 +144,6 @@ def test_the_template_runs_in_an_empty_folder(tmp_path):
     command = [sys.executable, "train.py", "runs/a", "--simulate", "--steps", "20"]
     first = subprocess.run(command, **options)
     again = subprocess.run([*command[:-1], "40"], **options)
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     assert "step 20: trained on" in first.stderr, first.stdout
     assert "goes on after step 20" in again.stderr and "step 40" in again.stderr, again.stdout
