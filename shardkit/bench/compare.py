@@ -15,6 +15,7 @@ from shardkit.meshes.layout import table
 
 _RESAMPLES = 2000
 _LEVEL = (0.5, 99.5)  # percentiles: an interval of 99 %, because a file has many rows
+_COMPARED = ("slower", "faster", "equal")  # verdicts
 _Key = tuple[str, str, str, str]
 
 
@@ -24,13 +25,14 @@ class Change(NamedTuple):
     Attributes:
         benchmark, row, mode, case: which one.
         measure: what is compared: "cpu" or "wall" time, as a ratio to the baseline in the same round, and of the
-            baseline itself to the calibration loop.
+            baseline itself to the calibration loop; both measures if they differ.
         old: the ratio before, of all rounds together, as in `summarise`.
         new: the ratio after.
         change: new / old - 1.
         low: the lower end of its 99 % interval, by bootstrap over rounds.
         high: the upper end.
-        verdict: "slower", "faster", "equal", "only in old" or "only in new".
+        verdict: "slower", "faster", "equal", "only in old", "only in new", or "not comparable" if the two runs have
+            another baseline or clock.
     """
 
     benchmark: str
@@ -65,8 +67,9 @@ class Comparison(NamedTuple):
         lines = [table(rows)]
         for case in self.wrong:
             lines.append(f"wrong elements: {case}")
-        slower = sum(change.verdict == "slower" for change in self.changes)
-        lines.append(f"{slower} of {len(self.changes)} slower by more than {self.threshold:.0%}")
+        verdicts = [change.verdict for change in self.changes]
+        compared = sum(verdict in _COMPARED for verdict in verdicts)
+        lines.append(f"{verdicts.count('slower')} of {compared} slower by more than {100 * self.threshold:g}%")
         return "\n".join(lines)
 
 
@@ -74,7 +77,7 @@ def _make_line(change: Change) -> tuple[str, str, str, str, str, str, str, str]:
     where = f"{change.benchmark}: {change.row}"
     if change.mode:
         where += f" ({change.mode})"
-    if math.isnan(change.change):  # of a case that one run alone has, all numbers are missing
+    if math.isnan(change.change):  # of what is not compared, all numbers are missing
         return where, change.case, change.measure, "", "", "", "", change.verdict
     return (
         where,
@@ -101,7 +104,8 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
         threshold: the smallest change to report, as a fraction.
 
     Raises:
-        ValueError: a threshold that is not positive.
+        ValueError: a threshold that is not positive; runs without a case in common, or without samples; results of one
+            case in a file that have different baselines or clocks.
 
     Example:
         >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
@@ -114,6 +118,11 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
     [threshold] = checks.positive("compare", threshold=threshold)
     before = _collect_times(old)
     after = _collect_times(new)
+    if not before.keys() & after.keys():
+        raise ValueError(
+            f"compare: the two runs must have a case with samples in common; got none in {len(old)} and {len(new)} "
+            "results. Measure the same cases before and after."
+        )
     generator = np.random.default_rng(0)
     changes = []
     for key in before | after:
@@ -140,7 +149,12 @@ def _collect_times(records: Sequence[Record]) -> dict[_Key, _Times]:
         for name, record in run.items():
             key = _key(record)
             times = _read_times(name, record, run)
-            measures.setdefault(key, times.measure)
+            first_measure = measures.setdefault(key, times.measure)
+            if times.measure != first_measure:
+                raise ValueError(
+                    f"compare: results of one case in a file must have one baseline and clock; got {first_measure!r} "
+                    f"and {times.measure!r} for {name!r}. Keep such runs in files of their own."
+                )
             pairs.setdefault(key, []).append(times.pairs)
     times_of = {}
     for key, arrays in pairs.items():
@@ -194,8 +208,9 @@ def _compare_case(
         file = "old"
         if before is None:
             file = "new"
-        nan = float("nan")
-        return Change(*key, "", nan, nan, nan, nan, nan, f"only in {file}")
+        return _without_numbers(key, "", f"only in {file}")
+    if before.measure != after.measure:  # a ratio to another baseline says nothing of the case
+        return _without_numbers(key, f"{before.measure}; {after.measure}", "not comparable")
     new_ratios = _resample_ratios(after.pairs, generator)
     old_ratios = _resample_ratios(before.pairs, generator)
     low, high = np.percentile(new_ratios / old_ratios - 1, _LEVEL)
@@ -208,6 +223,11 @@ def _compare_case(
     elif change < -threshold and high < 0:
         verdict = "faster"
     return Change(*key, after.measure, old, new, change, float(low), float(high), verdict)
+
+
+def _without_numbers(key: _Key, measure: str, verdict: str) -> Change:
+    nan = float("nan")
+    return Change(*key, measure, nan, nan, nan, nan, nan, verdict)
 
 
 def _ratio(pairs: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit import cost
-from shardkit._arguments.checks import counted
+from shardkit._arguments.checks import counted, named
 from shardkit._arguments.typed import check_kind
 from shardkit.bench.records import Record
 from shardkit.cost.hardware import chip_of
@@ -143,9 +143,10 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
 def _fit_link(records: Sequence[Record]) -> cost.Link:
     fit = alpha_beta(records)
     if math.isinf(fit.bandwidth):
-        largest = max(record["written_bytes"] for record in records)
+        largest = max(record.get("written_bytes") or 0 for record in records)
+        axes = list(dict.fromkeys(record["axes"] for record in records))
         raise ValueError(
-            f"bench.links: times must grow with the bytes; over axis {records[0]['axes']!r} they do not up to "
+            f"bench.links: times must grow with the bytes; over {named(axes)} they do not up to "
             f"{largest:,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")

@@ -98,7 +98,7 @@ def case(
 
 
 def _make_loop(kernel: Callable[[jax.Array], Any], calls: int, mesh: Mesh, spec: P) -> Callable[..., Any]:
-    """The jitted step of a case: so many calls of a kernel on every device; 0 is one call without a loop."""
+    """The jitted step of a case: so many calls of a kernel on every device, at least one."""
 
     def call(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, jax.Array]:
         """One call, and the operand of the next: the same one, if the compiler but knew that the flag is False."""
@@ -113,11 +113,7 @@ def _make_loop(kernel: Callable[[jax.Array], Any], calls: int, mesh: Mesh, spec:
             x, _ = x_and_result
             return call(x, flag)
 
-        x = blocks_of_x[0]
-        if calls:
-            x, result = lax.fori_loop(0, calls, call_again, (x, blocks_of_result[0]))
-        else:
-            x, result = call(x, flag)
+        x, result = lax.fori_loop(0, calls, call_again, (blocks_of_x[0], blocks_of_result[0]))
         return x[None], result[None]
 
     mapped = jax.shard_map(run_on_device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)

@@ -225,7 +225,7 @@ def measure(
         the CPU time of `calibration` beside it.
 
     Raises:
-        ValueError: an unknown mode, names that are not different, or cases that are wrong.
+        ValueError: an unknown mode, a number below 1, names that are not different, or cases that are wrong.
 
     Example:
         >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4), expected=(4 * np.ones(4), None))
@@ -234,6 +234,7 @@ def measure(
         (0, 1.0, 3)
     """
     checks.one_of("measure", "mode", mode, MODES)
+    calls, rounds = checks.whole("measure", calls=calls, rounds=rounds)
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")
@@ -358,6 +359,7 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
 
     def run() -> tuple[Sample, Any]:
         carry = jax.block_until_ready(copy(case.carry))
+        collects = gc.isenabled()
         gc.disable()  # as timeit does: a collection would fall on one case by chance
         try:
             wall_start = time.perf_counter()
@@ -366,7 +368,8 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
             wall = time.perf_counter() - wall_start
             cpu = time.process_time() - cpu_start
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         sample = Sample(wall * 1e6 / calls, cpu * 1e6 / calls)
         # Outside the timed part: the comparison moves the results to the host.
         return sample, jax.tree.map(np.asarray, case.checked(carry, value))

@@ -40,7 +40,7 @@ class Options(WithJson):
     ignore: Words = ()
     """Rules to skip."""
     timeout: float = 1800.0
-    """Seconds to wait for the compiler of a target."""
+    """Seconds to wait for the compiler of a --target."""
     compiled: bool = False
     """Compile it too: shows its memory and the compiler's collectives, and applies the rules on compiled programs.
     --target implies it."""
@@ -51,7 +51,7 @@ class Options(WithJson):
     against: Optional[Path] = None
     """A file from --snapshot: report everything that is worse than in it."""
     growth: float = 0.05
-    """Share by which bytes may grow since the snapshot."""
+    """Share by which bytes may grow since the snapshot of --against."""
     large: Optional[int] = None
     """Report arrays of this many bytes that several devices hold whole; by default 256 MiB, and 16 MiB with
     --compiled."""
@@ -75,6 +75,7 @@ def audit(options: Options) -> int:
     from shardkit.cli.target import load_step
     from shardkit.meshes.simulated import offer_cpu_devices
 
+    _refuse_without_effect(options)
     before = None if options.against is None else _read_snapshot(options.against)
     if options.target is not None:
         parse_topology(options.target)  # before the devices start: a mistake is refused at once
@@ -106,6 +107,23 @@ def audit(options: Options) -> int:
     write_json(options.json, "audit", data["findings"], audit=data, worse=worse)
     is_worse = bool(report.findings) if before is None else bool(worse)
     return 1 if is_worse else 0
+
+
+def _refuse_without_effect(options: Options) -> None:
+    """Refuses options that change nothing without another, and two results in one place."""
+    is_compiled = options.compiled or options.target is not None
+    needs = (
+        ("--growth", options.growth != Options.growth, options.against is not None, "--against FILE"),
+        ("--timeout", options.timeout != Options.timeout, options.target is not None, "--target CHIPS"),
+        ("--no-call", not options.call, is_compiled, "--compiled"),
+    )
+    for name, is_passed, has_effect, other in needs:
+        if is_passed and not has_effect:
+            raise ValueError(f"audit: {name} must come with {other}; got it alone. Leave it out, or add {other}.")
+    if str(options.snapshot) == str(options.json) == "-":
+        raise ValueError(
+            "audit: one of --snapshot and --json may be standard output; got - for both. Pass a file for one."
+        )
 
 
 def _read_snapshot(file: Path) -> Audit:

@@ -27,7 +27,10 @@ class Options(WithJson):
 
 
 def doctor(options: Options) -> int:
-    """Check this installation: versions, devices, every collective, optional packages."""
+    """Check this installation: versions, devices, every collective, optional packages.
+
+    The exit code is 1 if a collective gives a wrong result.
+    """
     from rich.table import Table
     from rich.text import Text
 

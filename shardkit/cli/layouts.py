@@ -205,7 +205,7 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
         ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
         ("layout", *3 * ("predicted", "compiled"), ""),
     ]
-    for candidate, report in zip(candidates, reports, strict=False):
+    for candidate, report in zip(candidates, reports, strict=True):
         not_hidden = max(0.0, candidate.hidden_seconds - candidate.compute_seconds)
         exposed = candidate.exposed_seconds + not_hidden
         rows.append(
@@ -221,6 +221,23 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
             )
         )
     return table(rows)
+
+
+def choose_compiled(candidates: Sequence[Candidate], reports: Sequence[Report]) -> Candidate | None:
+    """The candidate that is the fastest as compiled, of those that fit, and says which; None if none fits.
+
+    The compiler has the last word: what it says does not fit is not chosen, however fast it was predicted to be.
+    """
+    fitting = []
+    for candidate, report in zip(candidates, reports, strict=True):
+        if report.fits:
+            fitting.append((report.seconds, candidate))
+    if not fitting:
+        print(f"\nof {len(reports)} compiled layouts none fits. Pass more --chips, or compile more of the --rows.")
+        return None
+    seconds, fastest = min(fitting, key=lambda pair: pair[0])
+    print(f"\nfastest as compiled: {fastest.layout}, {seconds:.2f} s")
+    return fastest
 
 
 def make_row(candidate: Candidate) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import shardkit as sk
 from shardkit._arguments.checks import quoted
 from shardkit.meshes.simulated import offer_cpu_devices
 
-AXES = ("data", "fsdp", "expert", "context", "zero1", "zero2", "ulysses", "stage", "model")
+# What plans call axes, and "tensor", under which the planner looks for the links of "model".
+AXES = ("data", "fsdp", "expert", "context", "zero1", "zero2", "ulysses", "stage", "model", "tensor")
 
 
 def read_sizes(where: str, words: tuple[str, ...]) -> dict[str, int]:

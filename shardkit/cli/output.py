@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,13 +135,19 @@ def open_output(file: Path, *, append: bool = False) -> Iterator[TextIO]:
 
 
 def to_plain(value: Any) -> Any:
-    """A value as JSON has it: paths and other objects as text, and None for a number that is not finite."""
+    """A value as JSON has it: paths and other objects as text, and None for a number that is not finite.
+
+    Numbers of NumPy are numbers: only Python's own pass `isinstance` of int and float.
+    """
     if isinstance(value, Mapping):
         return {str(name): to_plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, bool | int | float | str | None):
+    if isinstance(value, bool | str | None):
         return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else None
     return str(value)

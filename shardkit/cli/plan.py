@@ -7,11 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from shardkit.cli.options import Optional, WithJson
 from shardkit.cli.output import open_output, write_json
+
+if TYPE_CHECKING:
+    from shardkit.planner.candidates import Candidate
 
 EXAMPLES = {
     "shardkit plan --model 70b --chip v5p --chips 512 --batch 4M-tokens": "find the layouts that fit, and the reasons",
@@ -44,18 +48,19 @@ class Options(WithJson):
     links: Optional[Path] = None
     """Records of shardkit bench comm on your machine, over axes with the names of --axes."""
     compile: int = 0
-    """Number of layouts to compile with the chip's real compiler, which takes minutes for each."""
+    """Number of layouts to compile with the chip's real compiler, which takes minutes for each; at most --rows."""
     options: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A compiler option, name=value, for --compile and --emit; you may repeat it. sk.aot.tune finds good options."""
     emit: Optional[Path] = None
-    """Write the first layout, or with --compile the fastest compiled layout, as a module for your training script."""
+    """Write the first layout, or with --compile the fastest compiled layout that fits, as a module for your training
+    script."""
 
 
 def plan(options: Options) -> int:
     """Find the layouts of a model that fit a machine, the fastest first, and say why.
 
     Times are predictions from published figures, or from your figures in --links; nothing is measured. The exit code is
-    1 if nothing fits.
+    1 if nothing fits; with --compile, if nothing fits that was compiled.
     """
     from shardkit import cost, planner
     from shardkit._arguments import checks
@@ -65,6 +70,11 @@ def plan(options: Options) -> int:
 
     checks.whole("plan", rows=options.rows)
     checks.count("plan", compile=options.compile)
+    if options.compile > options.rows:
+        raise ValueError(
+            f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "
+            f"{options.rows}. Pass --rows {options.compile}, or compile fewer."
+        )
     if str(options.emit) == str(options.json) == "-":
         raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
     topology = topology_of(cost.chip(options.chip).name, options.chips)
@@ -90,29 +100,25 @@ def plan(options: Options) -> int:
     candidates = search.candidates[: options.rows]
     print(planner.table(candidates), search.reason, sep="\n\n")
 
-    chosen = candidates[0]
+    chosen: Candidate | None = candidates[0]
+    to_compile = candidates[: options.compile]
     reports = []
-    if options.compile:
-        to_compile = candidates[: options.compile]
+    if to_compile:
         reports = layouts.compile_candidates(to_compile, str(topology), search.make_step, compiler_options)
         print()
-        print(layouts.compare(candidates, reports))
-        # The compiler has the last word: what it says does not fit is not chosen, however fast it was predicted to be.
-        fitting = [pair for pair in zip(reports, candidates, strict=False) if pair[0].fits]
-        if fitting:
-            report, chosen = min(fitting, key=lambda pair: pair[0].seconds)
-            print(f"\nfastest as compiled: {chosen.layout}, {report.seconds:.2f} s")
-    if options.emit is not None:
+        print(layouts.compare(to_compile, reports))
+        chosen = layouts.choose_compiled(to_compile, reports)
+    if options.emit is not None and chosen is not None:
         with open_output(options.emit) as out:
             out.write(source_of(chosen, **search.sizes, options=compiler_options))
         if str(options.emit) != "-":
             print(f"\n{options.emit} has {chosen.layout}")
     rows = [layouts.make_row(candidate) for candidate in candidates]
-    for row, report in zip(rows, reports, strict=False):
+    for row, report in zip(rows[: len(reports)], reports, strict=True):
         derived = json.loads(report.to_json())["derived"]
         row["compiled"] = derived | {"fits": report.fits}
     write_json(options.json, "plan", rows)
-    return 0
+    return 1 if chosen is None else 0
 
 
 def _read_compiler_options(texts: Sequence[str]) -> dict[str, bool | int | float | str]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import raised
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "pred": "bool", "c64": "complex64"}
-for _bits in (8, 16, 32):
+for _bits in (8, 16, 32, 64):
     _DTYPES[f"i{_bits}"] = f"int{_bits}"
     _DTYPES[f"u{_bits}"] = f"uint{_bits}"
 
@@ -160,7 +160,7 @@ def _read_type(text: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype of "f32[8,128]", or a key of "key"."""
     if text == "key":
         return jax.eval_shape(lambda: jax.random.key(0))
-    match = re.fullmatch(r"(\w+)(?:\[([\d, ]*)\])?", text)
+    match = re.fullmatch(r"(\w+)(?:\[(\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\])?", text)
     name, sizes = match.groups() if match else ("", None)
     try:
         dtype = jnp.dtype(_DTYPES.get(name, name))
@@ -168,5 +168,7 @@ def _read_type(text: str) -> jax.ShapeDtypeStruct:
         raise TargetError(
             f"target: each of --args must be DTYPE[SIZES] or key; got {text!r}. Write for example 'f32[8,128]'."
         ) from None
-    shape = [int(size) for size in (sizes or "").split(",") if size.strip()]
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    shape: tuple[int, ...] = ()
+    if sizes and sizes.strip():
+        shape = tuple(int(size) for size in sizes.split(","))
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -69,6 +69,34 @@ def test_the_interval_holds_the_change_and_runs_in_one_file_are_pooled():
     assert verdicts(new, old[:1]) == ["equal", "only in old"]
 
 
+def test_ratios_to_other_baselines_are_not_compared():
+    """A run of a case alone has the calibration loop as its baseline: it was called slower or faster by as much."""
+    alone = [run()[1] | {"baseline": "other"}]
+    compared = bench.compare(run(), alone)
+    assert [change.verdict for change in compared.changes] == ["only in old", "not comparable"]
+    assert compared.changes[1].measure == "cpu, base; cpu, calibration" and not compared.regressed
+    assert str(compared).splitlines()[-1] == "0 of 0 slower by more than 5%"
+    assert refused(lambda: bench.compare(run() + alone, run())) == (
+        "compare: results of one case in a file must have one baseline and clock; got 'cpu, base' and 'cpu, "
+        "calibration' for 'other'. Keep such runs in files of their own."
+    )
+
+
+def test_files_without_a_common_case_are_refused():
+    """They passed, as 0 of 0 slower."""
+    message = (
+        "compare: the two runs must have a case with samples in common; got none in {} and 2 results. Measure the same "
+        "cases before and after."
+    )
+    assert refused(lambda: bench.compare(run(row="another"), run())) == message.format(2)
+    assert refused(lambda: bench.compare([], run())) == message.format(0)
+
+
+def test_a_threshold_below_a_percent_is_printed_as_it_is():
+    last = str(bench.compare(run(), run(), threshold=0.005)).splitlines()[-1]
+    assert last == "0 of 2 slower by more than 0.5%"
+
+
 def test_a_wrong_element_is_a_regression_and_a_threshold_is_positive():
     compared = bench.compare(run(), run(wrong=2))
     assert compared.regressed

@@ -1,5 +1,6 @@
 """The measurement: its records, its order, its arithmetic and its refusals. No time is asserted."""
 
+import gc
 import json
 
 import jax
@@ -158,6 +159,22 @@ def test_measure_refuses_unknown_modes_and_equal_names():
     assert refused(lambda: bench.measure("test", "row", [adding("a", 1), adding("a", 1)])) == (
         "measure: cases must have different names; got ['a', 'a']. Name each of them."
     )
+    for name in ("calls", "rounds"):
+        assert refused(lambda name=name: bench.measure("test", "row", [adding("a", 1)], **{name: 0})) == (
+            f"measure: {name} must be a whole number of at least 1; got 0. Pass {name}=1 or more."
+        )
+
+
+def test_a_collector_that_is_off_stays_off():
+    """Who has turned it off had it on again after the first round."""
+    gc.disable()
+    try:
+        bench.measure("test", "row", [adding("a", 1)], calls=1, rounds=1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    bench.measure("test", "row", [adding("a", 1)], calls=1, rounds=1)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("mode", MODES)

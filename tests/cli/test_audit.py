@@ -106,6 +106,11 @@ def test_a_function_of_given_types_is_read_and_a_make_that_fails_is_no_finding(p
             "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.",
         ),
         (("--growth", "-1"), ""),
+        # Each was silently without effect.
+        (("--growth", "0.5"), "audit: --growth must come with --against FILE; got it alone. Leave it out, or add "),
+        (("--timeout", "9"), "audit: --timeout must come with --target CHIPS; got it alone. Leave it out, or add "),
+        (("--no-call",), "audit: --no-call must come with --compiled; got it alone. Leave it out, or add --compiled."),
+        (("--snapshot", "-", "--json"), "audit: one of --snapshot and --json may be standard output; got - for both."),
     ],
 )
 def test_bad_use(words, message, program, inside):

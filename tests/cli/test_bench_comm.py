@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from shardkit import bench
+from shardkit.cli.bench.options import Output, check_output
+from shardkit.cli.mesh import read_sizes
+from shardkit.planner.search import AXES
 from support.commands import run
 
 KERNELS = """
@@ -62,6 +66,39 @@ def test_sizes_that_do_not_parse(inside, text):
         "error: bench comm: --sizes must be FIRST:LAST:FACTOR or one size, in bytes or with K, M or G; got "
         f"{text!r}. Write for example 1K:64M:4.\n"
     )
+
+
+# Catches records that are lost after an hour of measuring, because their file cannot be written: nothing is measured.
+@pytest.mark.check
+def test_a_file_that_cannot_be_written_is_refused_first(inside, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "sweeps", lambda *args, **options: pytest.fail("it measures"))
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("a record\n")
+    name = "--csv must be a file; got -. Pass a path, or --json - for standard output."
+    done = inside("bench", "comm", "data=8", "--csv", "-", code=2)
+    assert done.stderr == f"error: bench comm: {name}\n"
+    done = inside("bench", "comm", "data=8", "--json", kept, "--csv", kept, code=2)
+    assert done.stderr == (
+        f"error: bench comm: --json and --csv must be different files; got {kept} for both. Pass another for one.\n"
+    )
+    done = inside("bench", "comm", "data=8", "--json", kept, "--csv", tmp_path, code=2)
+    assert done.stderr == f"error: bench comm: {tmp_path} cannot be used (Is a directory). Check the path.\n"
+    done = inside("bench", "comm", "data=8", "--json", kept / "below.jsonl", code=2)
+    assert done.stderr.startswith(f"error: bench comm: {kept} cannot be used (")
+    assert kept.read_text() == "a record\n"
+
+
+def test_no_file_is_left_where_nothing_was_measured(tmp_path):
+    new = tmp_path / "folder" / "new.jsonl"
+    check_output("bench comm", Output(json=new))
+    assert new.parent.is_dir() and not new.exists()
+
+
+# Catches links of the planner's axis "tensor" that nobody can measure: the command knew no such axis.
+@pytest.mark.check
+def test_every_axis_of_the_planner_can_be_measured():
+    words = tuple(f"{axis}=2" for axis in AXES)
+    assert list(read_sizes("bench comm", words)) == list(AXES)
 
 
 @pytest.mark.deep

@@ -1,8 +1,14 @@
 """`shardkit bench strategies`: its smallest run, what it refuses, and a model of one's own."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from shardkit import bench
+from shardkit.cli.bench import strategies
+from shardkit.cli.bench.strategies import _QUICK, _USUAL, Options, _choose_sizes
+from support.refusals import refused
 
 MAKE = """
 import jax.numpy as jnp
@@ -51,6 +57,26 @@ def test_a_model_of_ones_own_must_be_made_whole(inside, module):
         "error: strategies: --model must name a function that returns (loss_fn, params, batch), or (loss_fn, params, "
         f"batch, rules); {module}:short returned a tuple of 2. Return these.\n"
     )
+
+
+@pytest.mark.check
+def test_what_is_passed_counts_more_than_quick_and_not_beside_a_model():
+    """Both were left out without a word."""
+    assert _choose_sizes(Options(quick=True, tokens=8, rounds=3)) == _QUICK | {"tokens": 8, "rounds": 3}
+    assert _choose_sizes(Options(layers=2)) == _USUAL | {"layers": 2}
+    assert _choose_sizes(Options(model="a.py:make", calls=3))["calls"] == 3
+    assert refused(lambda: _choose_sizes(Options(model="a.py:make", examples=32))) == (
+        "strategies: --examples is of the reference transformer; got 32 beside --model a.py:make. Leave it out: your "
+        "function makes its parameters and its batch."
+    )
+
+
+@pytest.mark.check
+def test_help_names_the_usual_sizes():
+    text = Path(strategies.__file__).read_text()
+    for name, size in _USUAL.items():
+        [sentence] = re.findall(rf'    {name}: Optional\[int\] = None\n    """(.*?)"""', text)
+        assert f"{size} by default" in sentence
 
 
 # proves F83: plans beside one device, in one table of one run

@@ -233,7 +233,7 @@ WRONG = {
     "that the step needs.",
     "bench comm data8": "bench comm: the mesh must be given as AXIS=SIZE; got 'data8'. Write for example data=8.",
     "bench comm dta=8": "bench comm: the axis must be one of 'data', 'fsdp', 'expert', 'context', 'zero1', 'zero2', "
-    "'ulysses', 'stage', 'model'; got 'dta'. Write for example data=8.",
+    "'ulysses', 'stage', 'model', 'tensor'; got 'dta'. Write for example data=8.",
     "bench comm data=2 data=4": "bench comm: axis 'data' must be given once; got 'data=2 data=4'. Remove one of the "
     "two.",
 }

@@ -2,8 +2,11 @@
 
 import re
 
+import jax
+import numpy as np
 import pytest
 
+import shardkit as sk
 from shardkit.cli import self_test
 from support import commands
 
@@ -25,3 +28,18 @@ def test_a_wrong_collective_is_named_and_ends_with_code_1(inside, monkeypatch):
     done = inside("doctor", "--devices", 2, code=1)
     assert re.search(r"all_gather +.? *ok ", done.stdout) and re.search(r"shift +.? *WRONG .* 2 ", done.stdout)
     assert "collectives that are WRONG on this machine: 1\n" in done.stdout
+
+
+# Catches NaN on another device than the first: Python's max left it out, and the collective was right.
+@pytest.mark.parametrize("device", [0, 1])
+def test_nan_on_any_device_is_a_difference(device, monkeypatch):
+    run_kernel = self_test._run_kernel
+
+    def run_on_broken_device(kernel, array, mesh):
+        shards = [shard.astype(float) for shard in run_kernel(kernel, array, mesh)]
+        shards[device][:] = np.nan
+        return shards
+
+    monkeypatch.setattr(self_test, "_run_kernel", run_on_broken_device)
+    differences = self_test.self_test(sk.make_mesh(jax.devices()[:2], x=2))
+    assert np.isnan(list(differences.values())).all()

@@ -2,7 +2,9 @@
 
 import io
 import json
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -60,6 +62,12 @@ def test_what_is_not_finite_is_null():
         "a": [None, None, 1.5],
         "b": [True, None],
     }
+
+
+def test_numbers_of_numpy_are_numbers():
+    """They were written as text."""
+    plain = output.to_plain([np.float32(1.5), np.int64(3), np.float32("nan"), Fraction(3, 4), 7])
+    assert plain == [1.5, 3, None, 0.75, 7] and [type(number) for number in plain[:2]] == [float, int]
 
 
 def test_lines_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(monkeypatch):

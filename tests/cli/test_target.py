@@ -44,6 +44,7 @@ def broken(x):
 """
 ARGUMENTS = [("f32[8,128]", "float32", (8, 128)), ("bf16[4]", "bfloat16", (4,))]
 ARGUMENTS += [("i32[]", "int32", ()), ("u8", "uint8", ()), ("pred[2]", "bool", (2,))]
+ARGUMENTS += [("i64[2]", "int64", (2,)), ("f32[ ]", "float32", ())]
 ARGUMENTS += [("float8_e4m3fn[3, 1]", "float8_e4m3fn", (3, 1)), ("key", "key<fry>", ())]
 
 
@@ -113,6 +114,10 @@ no/such.py:step
     to trace, followed by its arguments.
 {}:hangs f32[8
     target: each of --args must be DTYPE[SIZES] or key; got 'f32[8'. Write for example 'f32[8,128]'.
+{}:hangs f32[8,,8]
+    target: each of --args must be DTYPE[SIZES] or key; got 'f32[8,,8]'. Write for example 'f32[8,128]'.
+{}:hangs f32[,]
+    target: each of --args must be DTYPE[SIZES] or key; got 'f32[,]'. Write for example 'f32[8,128]'.
 {}:hangs float33
     target: each of --args must be DTYPE[SIZES] or key; got 'float33'. Write for example 'f32[8,128]'.
 """

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardkit.cli.bench.options import Output, describe_machine, write_records
+from shardkit.cli.bench.options import Output, check_output, describe_machine, write_records
 from shardkit.cli.options import Optional, Sizes, Words
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -61,6 +61,8 @@ def comm(options: Options) -> int:
 
     # Every process measures, and its wrong elements count; process 0 alone prints and writes, for all of them.
     cluster = sk.runtime.initialize()
+    if cluster.is_master:
+        check_output("bench comm", options)
     usual = _QUICK if options.quick else _USUAL
     sizes = usual["sizes"] if options.sizes is None else options.sizes
     calls = usual["calls"] if options.calls is None else options.calls

@@ -27,6 +27,24 @@ class Output:
     """Write the records to this file as CSV."""
 
 
+def check_output(where: str, output: Output) -> None:
+    """Refuses files that cannot be written, before anything is measured: a measurement may take an hour."""
+    if str(output.csv) == "-":
+        raise ValueError(f"{where}: --csv must be a file; got -. Pass a path, or --json - for standard output.")
+    if output.csv is not None and output.csv == output.json:
+        raise ValueError(
+            f"{where}: --json and --csv must be different files; got {output.csv} for both. Pass another for one."
+        )
+    for file in (output.json, output.csv):
+        if file is None or str(file) == "-":
+            continue
+        is_new = not file.exists()
+        with open_output(file, append=True):
+            pass
+        if is_new:
+            file.unlink()
+
+
 def write_records(records: Sequence[Record], output: Output) -> int:
     """Writes the records where the options say; the exit code: 1 if any element was wrong."""
     from shardkit.bench.records import write_csv

@@ -6,14 +6,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit.cli.bench.options import Output, describe_machine, write_records
+from shardkit.cli.bench.options import Output, check_output, describe_machine, write_records
 from shardkit.cli.options import Optional, Sizes, Words
 
 if TYPE_CHECKING:
     from shardkit.bench.strategies import Workload
 
 _QUICK = {"layers": 4, "dim": 16, "heads": 4, "examples": 16, "tokens": 4, "calls": 2, "rounds": 2}
-
+_USUAL = {"layers": 4, "dim": 128, "heads": 4, "examples": 16, "tokens": 64, "calls": 1, "rounds": 100}
+_OF_THE_TRANSFORMER = ("layers", "dim", "heads", "examples", "tokens")
 _QUICK_CASES: tuple[str, ...] = (
     "jit: dp", "zero1", "fsdp", "fsdp, by layer", "dp x tp", "tp, sequence", "fsdp x tp, sequence", "1F1B",
 )  # fmt: skip
@@ -39,20 +40,20 @@ class Options(Output):
     """Optimizer of every case. Muon is sk.muon under a plan, and optax's on one device and under the partitioner."""
     only: Words = ()
     """Names of the cases to measure beside one device; by default all."""
-    layers: int = 4
-    """Layers of the reference transformer."""
-    dim: int = 128
-    """Width of the reference transformer."""
-    heads: int = 4
-    """Heads of the reference transformer."""
-    examples: int = 16
-    """Sequences in the global batch."""
-    tokens: int = 64
-    """Tokens of each sequence."""
-    calls: int = 1
-    """Steps of each case in each round."""
-    rounds: int = 100
-    """Rounds; every case has one turn in each."""
+    layers: Optional[int] = None
+    """Layers of the reference transformer, 4 by default."""
+    dim: Optional[int] = None
+    """Width of the reference transformer, 128 by default."""
+    heads: Optional[int] = None
+    """Heads of the reference transformer, 4 by default."""
+    examples: Optional[int] = None
+    """Sequences in the reference transformer's global batch, 16 by default."""
+    tokens: Optional[int] = None
+    """Tokens of each of these sequences, 64 by default."""
+    calls: Optional[int] = None
+    """Steps of each case in each round, 1 by default."""
+    rounds: Optional[int] = None
+    """Rounds, 100 by default; every case has one turn in each."""
 
 
 def strategies(options: Options) -> int:
@@ -71,7 +72,8 @@ def strategies(options: Options) -> int:
                 f"strategies: the axes must be 'data' and 'model'; got {axis!r}. Write for example data=4 model=2; "
                 "pipelines run over 'model'."
             )
-    sizes: dict[str, Any] = _QUICK if options.quick else {name: getattr(options, name) for name in _QUICK}
+    check_output("strategies", options)
+    sizes = _choose_sizes(options)
     mesh = make_mesh("strategies", options.mesh, many=False)
     if options.model:
         work = _load_workload(options.model)
@@ -100,6 +102,25 @@ def strategies(options: Options) -> int:
     )
     print("\n" + text(records), flush=True)
     return write_records(records, options)
+
+
+def _choose_sizes(options: Options) -> dict[str, Any]:
+    """The sizes that are passed, and the usual or quick ones of all else.
+
+    Refuses sizes of the reference transformer beside a model of the user's.
+    """
+    sizes: dict[str, Any] = dict(_QUICK if options.quick else _USUAL)
+    for name in sizes:
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if options.model is not None and name in _OF_THE_TRANSFORMER:
+            raise ValueError(
+                f"strategies: --{name} is of the reference transformer; got {value} beside --model {options.model}. "
+                "Leave it out: your function makes its parameters and its batch."
+            )
+        sizes[name] = value
+    return sizes
 
 
 def _load_workload(name: str) -> Workload:
