@@ -1,8 +1,8 @@
 """Norms over a sharded dim: the statistics are those of the whole dim, in float32.
 
-For features that stay sharded, and (`sharded_moments`) for statistics over a batch; under sequence parallelism a norm
-sees whole features and needs neither. Variances are computed in two passes, as means of squared distances from the
-mean: the difference of two large means would cancel.
+For features that stay sharded; under sequence parallelism a norm sees whole features and does not need them. Statistics
+over a batch, as in a batch norm, are two calls of `all_reduce(..., op="mean")`. Variances are computed in two passes,
+as means of squared distances from the mean: the difference of two large means would cancel.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least_zero, dim_of, shapes
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.checks import Axis, at_least_zero, shapes
+from shardkit._arguments.typed import typed
 from shardkit.collectives import all_reduce, axis_size, vary
 from shardkit.collectives._sums import wide
 from shardkit.layers.matmul import live_axes
-
-Dims = int | tuple[int, ...]
 
 
 @typed
@@ -53,7 +51,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
     shapes("sharded_rms_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"))
     names = live_axes("sharded_rms_norm", axis, x_Td, gain_d)
     x = _widen("sharded_rms_norm", "x_Td", x_Td)
-    mean_square = _mean(x * x, names, -1)
+    mean_square = _mean(x * x, names)
     scale = lax.rsqrt(mean_square + float(epsilon))
     return (x * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td)
 
@@ -94,50 +92,11 @@ def sharded_layer_norm(
     shapes("sharded_layer_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"), bias_d=(bias_d, "d"))
     names = live_axes("sharded_layer_norm", axis, x_Td, gain_d, bias_d)
     x = _widen("sharded_layer_norm", "x_Td", x_Td)
-    centered = x - vary(_mean(x, names, -1), names)
-    variance = _mean(centered * centered, names, -1)
+    centered = x - vary(_mean(x, names), names)
+    variance = _mean(centered * centered, names)
     scale = lax.rsqrt(variance + float(epsilon))
     normalized = (centered * scale).astype(x_Td.dtype)
     return normalized * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
-
-
-@typed
-def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance over `dims` of all shards, as for a batch norm.
-
-    Layout: `X[B_a, D] -> mean[1, D], variance[1, D]` for dims=0
-
-    Args:
-        x: this device's shard; all shards have the same shape.
-        axis: axis name or tuple of names; None for one device.
-        dims: the dim or dims to average; it averages over devices too.
-
-    Returns:
-        Mean and variance (not corrected for the sample), float32, of size 1 along `dims`, invariant over `axis`.
-
-    Raises:
-        ValueError: an unbound axis.
-
-    Cost: two all_reduces of 4 bytes per mean forward, and two backward.
-
-    Example:
-        >>> from shardkit.layers.norms import sharded_moments
-        >>> kernel = lambda x: sharded_moments(x, "data", dims=0)
-        >>> moments = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P())
-        >>> [float(x[0, 0]) for x in moments(jnp.arange(4.0)[:, None])]
-        [1.5, 1.25]
-
-    Source: Ioffe, Szegedy, Batch Normalization (arXiv:1502.03167).
-    """
-    names = live_axes("sharded_moments", axis, x)
-    all_dims = dims if isinstance(dims, tuple) else (dims,)
-    for dim in all_dims:
-        check_kind("sharded_moments", "dims", dim, (int,))
-        dim_of("sharded_moments", dim, x.ndim, "dims")
-    x = _widen("sharded_moments", "x", x)
-    mean = _mean(x, names, dims)
-    centered = x - vary(mean, names)
-    return mean, _mean(centered * centered, names, dims)
 
 
 def _widen(where: str, name: str, x: jax.Array) -> jax.Array:
@@ -147,13 +106,13 @@ def _widen(where: str, name: str, x: jax.Array) -> jax.Array:
     return x.astype(wide(x.dtype))
 
 
-def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:
-    """The mean over `dims` and the devices."""
+def _mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The mean over the last dim and the devices."""
     # A device averages its own part first, and only these means are sent: one number for each token, and not its
     # features. The sum stands before the callers subtract the mean or divide by a root, for both need the statistics
     # of all features: a device's own mean would be another norm on every mesh. Mean and variance are two sums, one
     # after the other: both at once, as mean(x^2) - mean(x)^2, cancel where the mean is large.
-    mean = jnp.mean(x, axis=dims, keepdims=True)
+    mean = jnp.mean(x, axis=-1, keepdims=True)
     if not names:
         return mean
     return all_reduce(mean, names) / axis_size(names)

@@ -23,7 +23,7 @@ from shardkit.on_device.loss_weights import in_compute
 from shardkit.on_device.means import Sum, is_mean, kind
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.one_device import call_on_one_device, call_untyped, note_type_errors
-from shardkit.on_device.pipelines import Staged
+from shardkit.on_device.pipelines import Staged, pipeline_remedy
 from shardkit.on_device.precision import Precision
 from shardkit.plans.plan import Placement
 from shardkit.plans.storage import unpadded
@@ -151,9 +151,12 @@ def local_means(
 
 
 def note_split_leaf(
-    run: Callable[[Any], Any], params: Any, placement: Placement, compute: Any
+    run: Callable[[Any], Any], function: Any, params: Any, placement: Placement, compute: Any
 ) -> AbstractContextManager[None]:
-    """Where `run(params)` inside of it cannot be traced, and could with all leaves whole, a note says so."""
+    """Where `run(params)` inside of it cannot be traced, and could with all leaves whole, a note says so.
+
+    `function` is the GradFn or the loss that it runs: if it is no pipeline and the plan has stages, it should be one.
+    """
     leaf = placement.part_in_loss
     if not leaf:
         return nullcontext()
@@ -164,10 +167,14 @@ def note_split_leaf(
     def run_on_whole() -> Any:
         return jax.eval_shape(run, jax.eval_shape(whole_params, params))
 
-    note = (
-        f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply by "
-        "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
+    remedy = (
+        "Multiply by parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf "
+        "whole."
     )
+    stage_axes = placement.plan.stage_axes
+    if stage_axes and not isinstance(function, Staged):
+        remedy = pipeline_remedy(stage_axes)
+    note = f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. {remedy}"
     return noting((note, run_on_whole))
 
 

@@ -25,12 +25,16 @@ from shardkit._jax.jaxprs import TOTALS
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import axis_size
 from shardkit.on_device.means import Mean, divisor_of, is_mean, kind, means_by_path
+from shardkit.on_device.pipelines import pipeline_remedy
 
 
-def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[str, Any]:
+def global_means(
+    means: Mapping[str, Any], batch_axes: Collection[str], stage_axes: Collection[str] = ()
+) -> dict[str, Any]:
     """The means over all devices: each summed over exactly the axes over which its total varies.
 
-    The sums are float32 and invariant over all axes.
+    The sums are float32 and invariant over all axes. `stage_axes` split the layers of a pipeline: an error along them
+    is that of a loss which is no pipeline.
 
     Raises:
         ValueError: a weight that varies over other axes of several devices than its total, except for one that varies
@@ -43,7 +47,7 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     leaves, structure = jax.tree.flatten(dict(means), is_leaf=is_mean)
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, (name, mean) in enumerate(means_by_path(dict(means))):
-        axes = _axes_of_sum(name, mean, batch_axes)
+        axes = _axes_of_sum(name, mean, batch_axes, stage_axes)
         groups.setdefault(axes, []).append(number)
     # After the loss, total and weight are summed by one collective for all means over the same axes, those over which
     # the total varies. In the loss, the sum would be sent for each microbatch, and divided where no device has the
@@ -73,7 +77,7 @@ def _sum_together(means: Sequence[Mean], axes: tuple[str, ...]) -> list[Mean]:
     return [Mean(total, weight) for total, weight in zip(totals, weights, strict=True)]
 
 
-def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
+def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str], stage_axes: Collection[str]) -> tuple[str, ...]:
     """The axes over which a mean is summed, after a check that its weight belongs to its total."""
     total_axes = varying_axes(mean.total)
     weight_axes = varying_axes(mean.weight)
@@ -94,10 +98,14 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[st
     wrong = sorted(counted & (missing_of_total | missing_of_weight))
     if wrong:
         example = ", as row_linear over a tp axis" if further else ""
+        remedy = f"Compute both from the same shards, or reduce both alike{example}."
+        stages = [axis for axis in wrong if axis in stage_axes]
+        if stages:
+            remedy = pipeline_remedy(stages)
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
             f"{quoted(sorted(total_axes))} and the weight over {quoted(sorted(weight_axes))}, which differ in "
-            f"{quoted(wrong)}. Compute both from the same shards, or reduce both alike{example}."
+            f"{quoted(wrong)}. {remedy}"
         )
     return tuple(sorted(total_axes | weight_axes))
 

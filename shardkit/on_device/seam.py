@@ -136,7 +136,7 @@ def leave(
     # first gives the mean of means, which is another number as soon as two devices have unequal weights. Of a
     # loss that is a sum of means each total was multiplied by the largest weight over its own before it was
     # differentiated (`mean_sums.py`), so that one division by the largest is right for all terms.
-    means = global_means(means, placement.plan.batch_axes)
+    means = global_means(means, placement.plan.batch_axes, placement.plan.stage_axes)
     divisor = divisor_of(largest_weight(means["loss"])) * scale
     structure = jax.tree.structure(grads)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)

@@ -100,30 +100,43 @@ def device_put_value_and_grad(
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array], list[Any]]]:
     """Builds loss and gradients of a pipeline with each stage on a separate sub-mesh, in the order of 1F1B.
 
-    Layout: as `device_put_pipeline`, and `dY_i[B/M, ..]` from mesh s + 1 to mesh s; `grads[...] {U_a} -> grads[...]`
+    Every stage is a program of its own, so stages may differ in code, width and parameters. For stages that are alike,
+    on one mesh, call `pipeline(...).value_and_grad`, which is one program for all devices.
+
+    Layout: `X_i[B/M, ..]` on mesh 0, `Y_i[B/M, ..]` from mesh s to s + 1, `dY_i[B/M, ..]` from mesh s + 1 to s;
+        `grads[...] {U_a} -> grads[...]` on each mesh
 
     Args:
-        stages: as for `device_put_pipeline`; values between stages are floating point.
-        loss: `loss(y, targets)` of a device's shard of the last output. It returns the same as a loss function for
-            `value_and_grad`.
-        meshes: the mesh of each stage, as `submeshes` returns them.
-        specs: as for `device_put_pipeline`; targets are split as the last stage's output.
-        param_specs: as for `device_put_pipeline`.
+        stages: a function `stage(params, x) -> y` for each of the S stages. It runs inside shard_map over its mesh, on
+            this device's shards, and may use collectives over the axes of this mesh. x is an array, or for the first
+            stage a pytree of arrays; between stages it is one floating-point array, [examples, ...].
+        loss: `loss(y, targets)` of this device's shards of the last output and of the targets. It returns what a loss
+            of `value_and_grad` does: a scalar (a mean over equally many examples), a `Mean(total, weight)`, or either
+            with a dict of auxiliary ones.
+        meshes: the mesh of each stage, with equally many devices, as `submeshes` returns them.
+        specs: layout of the input of each stage and of the last output: one PartitionSpec, or a list of S + 1. For an
+            array of lower rank the spec is truncated. Targets are split as the last output.
+        param_specs: layout of the parameters: one PartitionSpec, or a list of S, each a spec or a pytree of specs that
+            is a prefix of the parameters of its stage.
 
     Returns:
-        `value_and_grad(params, batch, targets, *, microbatches)`: params and batch as for `device_put_pipeline`,
-        targets a pytree of host arrays with the batch's dim 0. Returns the loss and a dict of the auxiliary
-        values, means over all microbatches, and a list with the gradients of each stage, laid out as its parameters,
-        float32.
+        A function `(params, batch, targets, *, microbatches) -> (loss, aux, grads)`. Pass params as a list with an
+            entry for each stage, which you place on its mesh with `shard`; batch and targets as pytrees of host arrays
+            that share dim 0, the B examples; and microbatches, M, a divisor of B. The loss is a float32 scalar, the
+            mean over the batch; aux is a dict of such means; grads is a list with the gradients of each stage, in the
+            shapes and layouts of its parameters, float32. The call does not wait for the devices.
 
     Raises:
-        TypeError: at trace time, as `value_and_grad`.
-        ValueError: as `device_put_pipeline`.
+        TypeError: meshes that are none; at trace time a loss that returns anything else, as `value_and_grad`.
+        ValueError: not one mesh per stage, meshes that share a device or differ in size, a list of specs of another
+            length or with an unknown axis. At the call: microbatches that do not divide the batch, arrays that do not
+            share dim 0, an indivisible dim, or a value whose shards would have another shape on the next mesh.
 
-    Cost: twice the bytes of `device_put_pipeline`; in each stage, once per step, an all_reduce of its gradients in
-        float32 over the axes that split examples but not the leaf; and after the last stage an all_reduce of 8 bytes
-        per mean and microbatch. A stage runs forward twice, because it saves only its input: stage s the inputs of S -
-        s microbatches, and of one that has arrived.
+    Cost: per microbatch a device sends its shard of Y_i forward, and of dY_i back, at each of S - 1 boundaries: in all
+        2 M (S - 1) messages of B/M examples' activations, in their own dtype. In each stage, once per step, an
+        all_reduce of its gradients in float32 over the axes that split examples but not the leaf; after the last stage
+        an all_reduce of 8 bytes per mean and microbatch. A stage runs forward twice, because it saves only its input:
+        stage s holds the inputs of at most S - s microbatches, and of one that has arrived.
 
     Example:
         >>> meshes, x = sk.submeshes(mesh, "data"), np.ones(4, np.float32)
@@ -133,7 +146,8 @@ def device_put_value_and_grad(
         >>> float(value), [float(grad) for grad in grads]
         (4.0, [1.0, 1.0])
 
-    Source: Narayanan et al., PipeDream (SOSP 2019), for the order.
+    Source: Narayanan et al., PipeDream (SOSP 2019), for the order; Xhebraj et al., JaxPP (arXiv:2412.14374), for
+        programs of their own.
     """
     where = "device_put_value_and_grad"
     stations = build_stations(where, stages, meshes, specs, param_specs)

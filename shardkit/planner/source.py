@@ -29,8 +29,8 @@ def source_of(
 
     Returns:
         The source of a module. For a transformer it has `train_step(optimizer, mesh=None)`, which returns a TrainStep,
-            and `make()`, which returns the step with the shapes of its arguments for `shardkit aot`, `audit` and
-            `report`. For a counted model it has `train_step(loss_fn, optimizer, mesh=None)`.
+            and `make()`, which returns the step with the shapes of its arguments for `shardkit aot` and
+            `audit`. For a counted model it has `train_step(loss_fn, optimizer, mesh=None)`.
 
     Raises:
         TypeError: options that are not a mapping of names to plain values.
@@ -166,7 +166,7 @@ def train_step(optimizer, mesh=None):
 
 
 def make():
-    """The step with the shapes of its arguments, for `shardkit aot`, `audit` and `report`: no device is needed."""
+    """The step with the shapes of its arguments, for `shardkit aot` and `audit`: no device is needed."""
     init, step = train_step(optax.adamw(3e-4), sk.abstract_mesh(**MESH))
     state = init.abstract(lambda key: transformer.init(key, CONFIG))
     tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)

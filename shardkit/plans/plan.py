@@ -57,6 +57,15 @@ class Plan(NamedTuple):
                 axes += strategy.axes
         return tuple(axes)
 
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which each device has layers of its own, as of pp."""
+        axes: list[str] = []
+        for strategy in self.strategies:
+            if strategy.stages is not None:
+                axes += strategy.axes
+        return tuple(axes)
+
     def accumulate(self) -> Plan:
         """This plan in a step of several microbatches."""
         return self._replace(strategies=tuple(strategy._replace(accumulated=True) for strategy in self.strategies))

@@ -215,7 +215,7 @@ def triage(
                 "means": jax.tree.map(_observe, means),
                 "grads": map_layouts(lambda layout, x: _observe(x, layout.grad), layouts, grads),
             }
-            metrics = metrics_of(global_means(means, plan.batch_axes))
+            metrics = metrics_of(global_means(means, plan.batch_axes, plan.stage_axes))
             # What each device has observed is gathered, not reduced: a sum over devices would say that there is a NaN,
             # and no longer where. Of the gradient it is observed above, before `leave` would send it everywhere.
             observed = from_every_device(inspected, tuple(sizes))

@@ -166,9 +166,9 @@ def make_eval_step(
             def compute(weights: Any) -> dict[str, Any]:
                 return local_means(loss_fn, weights, batch, placement, policy, *entered, local=local)
 
-            with note_split_leaf(compute, params, placement, policy.compute):
+            with note_split_leaf(compute, loss_fn, params, placement, policy.compute):
                 means = compute(weights)
-            metrics = metrics_of(global_means(means, plan.batch_axes))
+            metrics = metrics_of(global_means(means, plan.batch_axes, plan.stage_axes))
             return cast_metrics(metrics, policy.output)
 
         batch_spec = batch_specs(batch, placement.batch, mesh, 1, "evaluate")

@@ -136,7 +136,7 @@ class TrainProgram:
                 policy=self.policy,
                 microbatches=microbatches,
             )
-            with note_split_leaf(compute, state.params, placement, self.policy.compute):
+            with note_split_leaf(compute, self.grad_fn, state.params, placement, self.policy.compute):
                 _, means, grads = compute(weights)
 
             # Leave: sums over all devices, divided by the weight of the whole batch. `Microbatches` leave by the seam.

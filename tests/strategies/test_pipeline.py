@@ -284,6 +284,25 @@ def test_a_loss_of_your_own_under_pp():
         "'blocks', 'head'. Pass stack=, the entry with the layers, or leave it out of the plan."
     ):
         trace(one_after_another, {"blocks": params["layers"], "head": np.ones(3, np.float32)})
-    # A loss that is no pipeline sees the layers of its stage alone; the types of axes tell.
-    with pytest.raises(ValueError, match="the total varies over 'data', 'stage' and the weight over none"):
-        trace(one_after_another, params)
+    # A loss that is no pipeline sees the layers of its stage alone; the types of axes tell. A layer of tp, which such
+    # an error named before, would not mend it.
+    remedy = (
+        "A device has only its own layers along 'stage': pass sk.pipeline(schedule, 'stage').value_and_grad(embed, "
+        "stage, head), or .loss(embed, stage, head) to make_eval_step."
+    )
+    evaluate = sk.make_eval_step(one_after_another, mesh=mesh, plan=plan)
+    for run in (lambda: trace(one_after_another, params), lambda: evaluate(params, batch)):
+        with value_error(
+            "Mean 'loss': total and weight must vary over the same axes; the total varies over 'data', 'stage' and the "
+            f"weight over none, which differ in 'stage'. {remedy}"
+        ):
+            run()
+
+    def scanned(params, batch, keys):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["layers"])
+        return jnp.mean(x**2)
+
+    with pytest.raises(TypeError, match="scan body function carry input and carry output") as error:
+        trace(scanned, params)
+    told = "make_train_step: the plan passes the loss a part of leaf layers, and the loss takes it whole."
+    assert f"{told} {remedy}" in error.value.__notes__
