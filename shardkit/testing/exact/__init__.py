@@ -5,9 +5,9 @@ says how long they take. `law.py` is the same for a training step. `numbers/` is
 the tower of primes as an example; `rules/` has the meaning of each primitive; `interpreter.py` runs a program over all
 devices. `draws.py` says how often both programs run until they are proved equal, by what `coverage.py` has seen of
 their comparisons. `difference.py` is the way from a wrong result to its line: of a run that `record.py` keeps,
-`search.py` tries what `proposals.py` lists, the mistakes that could have been made; and `known_values.py` says which
-values the reference has. `small.py` makes large arguments small. Of `testing/` it imports nothing that knows laws,
-because `laws.py` imports it.
+`search.py` tries what `proposals.py` lists, the mistakes that could have been made, at the places of `suspects.py` and
+by a run each (`changed_run.py`); and `known_values.py` says which values the reference has. `small.py` makes large
+arguments small. Of `testing/` it imports nothing that knows laws, because `laws.py` imports it.
 """
 
 from shardkit.testing.exact.equality import Equality, assert_equal_for_all_inputs

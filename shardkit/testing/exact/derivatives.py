@@ -124,10 +124,13 @@ def _add_gradients(function: FlatFunction) -> Callable[..., list[Any]]:
     """The results, then the gradient of each float argument for cotangents of the float results."""
 
     def compute_both(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
+        # The results come first in the program, too: a search for a wrong line runs it hundreds of times up to the
+        # first wrong result, and comes to no gradient then.
+        values = function(*leaves)
         floats = [x for x in leaves if is_float(x)]
         _, pull_back = jax.vjp(restrict_to_floats(function, leaves), floats)
         (grads,) = pull_back(list(cotangents))
-        return [*function(*leaves), *grads]
+        return [*values, *grads]
 
     return compute_both
 
@@ -136,8 +139,9 @@ def _add_forward_derivatives(function: FlatFunction) -> Callable[..., list[Any]]
     """The results, then the derivative of each float result along tangents of the float arguments."""
 
     def compute_both(leaves: list[Any], tangents: list[Any]) -> list[Any]:
+        values = function(*leaves)
         floats = [x for x in leaves if is_float(x)]
         _, derivatives = jax.jvp(restrict_to_floats(function, leaves), [floats], [tangents])
-        return [*function(*leaves), *derivatives]
+        return [*values, *derivatives]
 
     return compute_both

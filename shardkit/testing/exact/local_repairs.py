@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -29,6 +28,7 @@ from shardkit.testing.exact.repairs import (
     keep_operands,
     list_subsets,
     replace_item,
+    trace_equation,
 )
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
@@ -131,8 +131,7 @@ def repair_place(bench: Bench) -> Iterator[Repair]:
 def _exclude_operand(bench: Bench) -> Change:
     """Running sums without the element itself: where the rows of a device begin, in place of where they end."""
     aval = bench.call.equation.outvars[0].aval
-    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    equation = jax.make_jaxpr(lax.sub)(shape, shape).eqns[0]
+    equation = trace_equation(lax.sub, aval, 2)
 
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return bench.interpreter.step(equation, [results[0], operands[0]])
@@ -298,7 +297,7 @@ def repair_function(bench: Bench) -> Iterator[Repair]:
     if not _is_float(aval):
         return
     for function in _FUNCTIONS:
-        equation = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns[0]
+        equation = trace_equation(function, aval, 1)
         words = f"the {equation.primitive.name} of {bench.call.name}"
         yield change_result(Cost.FACTOR, words, _apply_equation, bench, equation)
 
@@ -310,10 +309,9 @@ def _apply_equation(x: Operand, bench: Bench, equation: Any) -> Operand:
 def repair_term(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
     """Another variable that is added to the result, or is its factor."""
     aval = bench.call.equation.outvars[0].aval
-    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
     for variable, function in itertools.product(_select(alike), (lax.add, lax.sub, lax.mul, lax.div)):
-        equation = jax.make_jaxpr(function)(shape, shape).eqns[0]
+        equation = trace_equation(function, aval, 2)
         words = f"{equation.primitive.name} of {bench.call.name} and another value"
         yield Repair(Cost.FACTOR, words, _combine_with(bench, equation, variable), behind=True)
 

@@ -13,11 +13,13 @@ Worked example: a kernel over data=2 that ends with `psum(x.sum(), "model")`, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from shardkit._jax.jaxprs import source_line
@@ -195,6 +197,17 @@ class Bench:
             return np.asarray(x * x.dtype.type(float(ratio)), x.dtype)
         constant = np.full((1,) * len(x.shape), float(ratio))
         return multiply(self.field, x, self.field.lift(constant))
+
+
+def trace_equation(function: Callable[..., Any], aval: Any, operands: int) -> Any:
+    """The equation of a function of jax for some operands of a type."""
+    return _trace_equation(function, tuple(aval.shape), aval.dtype, operands)
+
+
+@functools.cache
+def _trace_equation(function: Callable[..., Any], shape: tuple[int, ...], dtype: Any, operands: int) -> Any:
+    # Repairs ask for a few functions of a few types, hundreds of times.
+    return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype)] * operands).eqns[0]
 
 
 def is_integer(x: Operand) -> bool:

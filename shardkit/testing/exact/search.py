@@ -1,9 +1,8 @@
 """Which equation of a wrong program is the mistake: one whose repair makes the result right.
 
-A run of the program is recorded, every value with the equation that made it. Suspected is what the wrong result follows
-from. Of these equations the repairs of `proposals.py` are tried, each by one more run, likely mistakes first; what
-makes the result right must do so with other numbers too. Equations of a Python loop that was unrolled are repaired
-together.
+A run of the program is recorded, every value with the equation that made it. Of the equations that `suspects.py` lists
+the repairs of `proposals.py` are tried, each by one more run (`changed_run.py`), likely mistakes first; what makes the
+result right must do so with other numbers too.
 
 Worked example: `psum(x, "b") / 2` where the reference is the sum over "a", divided by 2. The suspects are the psum and
 the div.
@@ -15,28 +14,25 @@ the div.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of, mesh_axes
+from shardkit.testing.exact.changed_run import ChangedRun, Previews, find_goal, find_goal_of_devices
 from shardkit.testing.exact.exchange_repairs import Travel
-from shardkit.testing.exact.forms import digest_value
-from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
+from shardkit.testing.exact.interpreter import DiffersError, Seen
 from shardkit.testing.exact.local_repairs import read_instead
-from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
-from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.proposals import propose_repairs
-from shardkit.testing.exact.record import Event, Record, assign_variables
-from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair, Values
+from shardkit.testing.exact.record import Event, Record
+from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
+from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_suspects
 
 # How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
@@ -44,7 +40,6 @@ MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
 _MARGIN, _UNLIKELY = 0.75, 3.5
 # With how many other numbers a repair must be right; more where comparisons decide, because few outcomes differ.
 _DRAWS, _DRAWS_OF_DECISIONS = 1, 4
-_HOLDING = ("shard_map", "scan", "while", "cond")
 
 
 class Runs(NamedTuple):
@@ -98,144 +93,6 @@ class _Candidate(NamedTuple):
     make_changes: Callable[[Search], Mapping[Any, Change]]
 
 
-class _Goal(NamedTuple):
-    """Where the result that was wrong is computed.
-
-    Attributes:
-        key: that of the equation, with how many axes are bound there.
-        times: how often the equation runs before.
-        position: which of its results it is; None for the results of all those times.
-    """
-
-    key: Any
-    times: int
-    position: int | None
-
-
-class _ReachedError(Exception):
-    """The result that was wrong is computed again."""
-
-    def __init__(self, values: Sequence[Operand]):
-        super().__init__()
-        self.values = values
-
-
-class _OtherShapeError(Exception):
-    """What a repair gives has another shape."""
-
-
-# What a change without a meaning raises, as of an operand that has another form there.
-_MEANINGLESS = (
-    DiffersError,
-    HangsError,
-    RedrawError,
-    TooDeepError,
-    UnknownValueError,
-    UnsupportedError,
-    _OtherShapeError,
-    ArithmeticError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
-)
-
-
-class _Trial:
-    """A run in which equations have other results, up to the result that was wrong."""
-
-    def __init__(self, changes: Mapping[Any, Change], values: Values, goal: _Goal):
-        self.changes = changes
-        self.values = dict(values)
-        self.goal = goal
-        self.reached: list[Operand] = []
-        self.changed: Operand = None
-        self._rounds: Counter[Any] = Counter()
-
-    def __call__(
-        self,
-        equation: Any,
-        operands: Sequence[Operand],
-        results: Sequence[Operand],
-        axes: Mapping[str, int],
-        around: str,
-    ) -> Sequence[Operand] | None:
-        key = id(equation), around
-        changed = None
-        if equation.primitive.name != "shard_map":
-            # A change may read what other variables are at this moment.
-            assign_variables(self.values, equation, operands, ())
-            if key in self.changes:
-                changed = list(self._find_change(key)(list(operands), list(results), self.values))
-                _check_shapes(results, changed, len(axes))
-                results = changed
-                self.changed = changed[0]
-            assign_variables(self.values, equation, operands, results)
-        if (*key, len(axes)) == self.goal.key:
-            self._reach(results)
-        return changed
-
-    def _find_change(self, key: Any) -> Change:
-        """The change of an equation, in this round of a loop."""
-        change = self.changes[key]
-        if isinstance(change, Travel):
-            change = change.in_round(self._rounds[key])
-            self._rounds[key] += 1
-        return change
-
-    def _reach(self, results: Sequence[Operand]) -> None:
-        self.reached.append(results[self.goal.position or 0])
-        if len(self.reached) <= self.goal.times:
-            return
-        raise _ReachedError(self.reached if self.goal.position is None else self.reached[-1:])
-
-
-def _check_shapes(before: Sequence[Operand], after: Sequence[Operand], rank: int) -> None:
-    for x, y in zip(before, after, strict=True):
-        if x.shape[rank:] != y.shape[rank:]:
-            raise _OtherShapeError
-        if isinstance(y, Exact) and not isinstance(x, Exact) and x.dtype.kind != "f":
-            raise _OtherShapeError
-
-
-class _Previews:
-    """What changes give at their equations alone, so that no run is spent on one that changes nothing there.
-
-    Worked example: i < 4 for the places i of a device, (0, 1). With an operand plus 1 the mask stays what it was, and
-    so does the result; with the opposite mask, and with one that is always false, it is the same other one.
-    """
-
-    def __init__(self, field: Field, record: Record):
-        self.field = field
-        self.record = record
-        self._times = Counter(id(event.place.equation) for event in record.events)
-        self._signatures: dict[Any, set[Any]] = {}
-
-    def add(self, call: Call, change: Change) -> bool:
-        """Whether a change is to be tried: it has a meaning, and gives what none before it gave."""
-        # Of a loop, or of a function called twice, the variables are those of the last run.
-        if self._times[id(call.equation)] != 1:
-            return True
-        if call.key not in self._signatures:
-            self._signatures[call.key] = {self._sign(call.results[0])}
-        try:
-            [value] = change(list(call.operands), list(call.results), self.record.values)
-            signature = self._sign(value)
-        except _MEANINGLESS:
-            return False
-        if signature in self._signatures[call.key]:
-            return False
-        self._signatures[call.key].add(signature)
-        return True
-
-    def _sign(self, x: Operand) -> Any:
-        if isinstance(x, Exact):
-            return x.shape, digest_value(self.field, x), x.poison.tobytes()
-        x = np.asarray(x)
-        return x.shape, x.dtype, x.tobytes()
-
-
 class Search:
     """Looks for repairs of a wrong result.
 
@@ -245,7 +102,6 @@ class Search:
         wanted: what all results must be.
         index: which of them is wrong; None for what differs between devices.
         runs: how many were tried.
-        near: the numbers of the events that read what a collective gave, or the index of a device.
     """
 
     def __init__(self, programs: Runs, record: Record, got: Operand, wanted: Sequence[Operand], index: int | None):
@@ -257,8 +113,7 @@ class Search:
         self.field = programs.field
         self.runs = 0
         self._others: list[Search] | None = None
-        self._goal = self._find_devices() if index is None else self._find_result()
-        self._behind_index = record.find_followers("axis_index")
+        self._goal = find_goal_of_devices(record) if index is None else find_goal(record, got)
         self._routes: dict[Any, str] = {}
         self._events_of: dict[Any, list[Event]] = {}
         for event in record.events:
@@ -272,23 +127,6 @@ class Search:
         sizes = {n for shape in shapes for n in shape}
         self._sizes = sorted(sizes - {0, 1})[:6]
 
-    def _find_result(self) -> _Goal:
-        """Where the wrong result is computed."""
-        number = self.record.maker.get(id(self.got))
-        if number is None:
-            return _Goal(None, 0, 0)
-        event = self.record.events[number]
-        call = event.place
-        times = sum(other.place is call for other in self.record.events[:number])
-        index = [x is self.got for x in event.results].index(True)
-        return _Goal((*call.key, len(call.axes)), times, index)
-
-    def _find_devices(self) -> _Goal:
-        """Where the results of the kernel leave its devices, between which one of them differs."""
-        entries = [event.place for event in self.record.events if event.place.primitive == "shard_map"]
-        call = entries[-1]
-        return _Goal((*call.key, 0), len(call.equation.outvars) - 1, None)
-
     def is_right(self, x: Operand, index: int) -> bool:
         """Whether a result is the reference's."""
         a = lift_operand(self.field, x)
@@ -301,14 +139,9 @@ class Search:
     def try_changes(self, changes: Mapping[Any, Change]) -> Operand | None:
         """What the changed equation gives, if that makes the result right."""
         self.runs += 1
-        trial = _Trial(changes, self.record.values, self._goal)
-        try:
-            self.programs.on_mesh(self.field, trial)
-        except _ReachedError as reached:
-            return trial.changed if self._are_right(reached.values) else None
-        except _MEANINGLESS:
-            return None
-        return None
+        changed_run = ChangedRun(changes, self.record.values, self._goal)
+        values = changed_run.run(self.programs.on_mesh, self.field)
+        return changed_run.changed if values and self._are_right(values) else None
 
     def _are_right(self, values: Sequence[Operand]) -> bool:
         if self.index is not None:
@@ -319,26 +152,14 @@ class Search:
     def _is_among(self, values: Sequence[Operand], index: int) -> bool:
         return any(self.is_right(x, index) for x in values)
 
-    def list_suspects(self) -> dict[int, Call]:
-        """The equations that the wrong result follows from, by the number of their first event."""
-        suspects: dict[int, Call] = {}
-        keys: set[Any] = set()
-        for number in sorted(self.record.find_causes([self.got])):
-            call = self.record.events[number].place
-            if call.primitive not in _HOLDING and call.key not in keys and call.results:
-                keys.add(call.key)
-                suspects[number] = call
-        return suspects
-
     def find_remedies(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
         """The repairs that make the result right, and are about as likely as the likeliest of them.
 
         `doubt` says how unlikely it is that the mistake is at a place.
         """
-        suspects = self.list_suspects()
         remedies: list[Remedy] = []
-        previews = _Previews(self.field, self.record)
-        for candidate in self._list_candidates(suspects, doubt):
+        previews = Previews(self.field, self.record)
+        for candidate in self._list_candidates(doubt):
             highest = min([_UNLIKELY, *(remedy.cost + _MARGIN for remedy in remedies)])
             if self.runs >= self._most or candidate.cost > highest:
                 break
@@ -353,25 +174,17 @@ class Search:
                 remedies.append(Remedy(*place, repair.words, value, repair.behind, repair.exchange))
         return remedies
 
-    def _list_candidates(self, suspects: Mapping[int, Call], doubt: Callable[[int, bool], float]) -> list[_Candidate]:
+    def _list_candidates(self, doubt: Callable[[int, bool], float]) -> list[_Candidate]:
         """All repairs of all suspects, likely ones first."""
         candidates: list[_Candidate] = []
-        loops = _guess_loops(suspects)
+        suspects = list_suspects(self.record, self.got)
         repairs_of = {number: self._propose(call) for number, call in suspects.items()}
-        for group in _group_suspects(suspects):
-            number = group[0]
-            calls = [suspects[member] for member in group]
-            call = calls[0]
-            more = 0.25 if call.around else 0.0
-            if len(group) > 1:
-                more += 0.25 if len(group) in loops else 1.0
-            # An integer that follows from the index of a device is wrong more often than another one.
-            if number in self._behind_index and not isinstance(call.results[0], Exact):
-                more -= 0.5
-            lists = [repairs_of[member] for member in group]
-            for positions in _align(lists):
+        for numbers, calls, doubt_here in rank_suspects(self.record, suspects):
+            number = numbers[0]
+            lists = [repairs_of[member] for member in numbers]
+            for positions in align_repairs(lists):
                 repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
-                cost = repairs[0].cost + more + doubt(number, repairs[0].behind)
+                cost = repairs[0].cost + doubt_here + doubt(number, repairs[0].behind)
                 # Where something travels, something else may have been left behind.
                 if repairs[0].exchange == "shift" and self._routes:
                     cost -= 1.5
@@ -380,7 +193,7 @@ class Search:
                 candidates.append(_Candidate(cost, number, calls, repairs[0], make_changes))
             for repair, travel in self._list_travels(calls):
                 make_travel = partial(_make_travel, calls=calls, travel=travel)
-                candidates.append(_Candidate(repair.cost + more, number, calls, repair, make_travel))
+                candidates.append(_Candidate(repair.cost + doubt_here, number, calls, repair, make_travel))
         return sorted(candidates, key=lambda candidate: (candidate.cost, candidate.number))
 
     def _list_travels(self, calls: Sequence[Call]) -> Iterator[tuple[Repair, Travel]]:
@@ -444,7 +257,7 @@ class Search:
         A sum that the program has already is not missing: another variable is read.
         """
         [value] = self.record.events[remedy.number].results
-        for number, call in self.list_suspects().items():
+        for number, call in list_suspects(self.record, self.got).items():
             event = self.record.events[number]
             readable = self.record.readable.get(id(call.equation), ())
             for position, operand in enumerate(event.operands):
@@ -488,54 +301,3 @@ def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[
         bench = Bench(search.field, call, search._sizes)
         changes[call.key] = replace(travel, bench=bench).in_round(round_)
     return changes
-
-
-def _align(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
-    """The places of repairs that several equations have, one place in the list of each.
-
-    Repairs are alike by their words, the first of some words with the first. A round may have some that others have
-    not: `i + 0` is in strides as it is in blocks, and `i + 1` is not.
-    """
-    columns: list[dict[Any, int]] = []
-    for repairs in lists:
-        counts: Counter[str] = Counter()
-        places: dict[Any, int] = {}
-        for position, repair in enumerate(repairs):
-            places[repair.words, counts[repair.words]] = position
-            counts[repair.words] += 1
-        columns.append(places)
-    common = [key for key in columns[0] if all(key in places for places in columns)]
-    return [tuple(places[key] for places in columns) for key in common]
-
-
-def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
-    """How often loops may have been unrolled: so often several lines have the same equation."""
-    counts = Counter((call.line, call.name) for call in suspects.values())
-    rounds: set[tuple[str, int]] = set()
-    for (line, _), count in counts.items():
-        # A round may have an equation once, twice or three times.
-        for per_round in (1, 2, 3):
-            if count % per_round == 0:
-                rounds.add((line, count // per_round))
-    lines = Counter(count for _, count in rounds)
-    return {count for count, often in lines.items() if count > 1 and often > 1}
-
-
-def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
-    """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop.
-
-    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each. What a function
-    computes that the line calls, as the remainder of `(i + 1) % n`, is apart.
-    """
-    alike: dict[Any, list[int]] = {}
-    for number, call in suspects.items():
-        yield [number]
-        avals = [variable.aval for variable in call.equation.outvars]
-        types = [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals]
-        kind = call.line, call.around, call.name, len(call.operands), *types
-        alike.setdefault(kind, []).append(number)
-    for numbers in alike.values():
-        for step in (1, 2, 3):
-            if len(numbers) % step == 0 and len(numbers) > step:
-                for start in range(step):
-                    yield numbers[start::step]

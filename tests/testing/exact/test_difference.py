@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
+from shardkit.testing.exact import derivatives, repairs
 from support.refusals import refused
 
 X = jax.ShapeDtypeStruct((6, 4), np.float32)
@@ -332,3 +333,27 @@ def test_an_array_of_rounds_begins_one_later():
         lambda: assert_equal_for_all_inputs(kernel, reference, args=args, grad=False, **layout), AssertionError
     )
     assert "with stack of what rounds one later made, it is right" in message
+
+
+# Without it each of hundreds of runs of a search computes all gradients before it comes to the value that is wrong.
+@pytest.mark.check
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_results_come_before_all_derivatives(grad):
+    def kernel(x):
+        return lax.sin(x)
+
+    def loop(x):
+        return lax.while_loop(lambda y: y.sum() < 5, lambda y: y + x, x)
+
+    function = kernel if grad else loop  # whose derivatives are those along an unknown direction
+    derived = derivatives.trace_with_derivatives([function], (X,), X, True)
+    program = derived.programs[0].jaxpr
+    assert len(program.outvars) == 2 and program.eqns[0].outvars == program.outvars[:1]
+
+
+# A search asks for the same few equations thousands of times.
+@pytest.mark.check
+def test_an_equation_that_repairs_have_in_common_is_traced_once(monkeypatch):
+    repairs.trace_equation(lax.exp, X, 1)
+    monkeypatch.setattr(jax, "make_jaxpr", None)
+    assert repairs.trace_equation(lax.exp, X, 1).primitive is lax.exp_p
