@@ -172,6 +172,12 @@ def test_the_search_finds_what_others_call_it(word, name):
         ("two hosts", "howto/which_engine.md#slurm"),
         ("freeze", "howto/freeze_a_part.md"),
         ("which plan", "howto/choose_a_plan.md#example-13b-on-64-h100"),
+        ("of your own on 8 devices", "start.md#take-a-training-step"),
+        ("mixes the examples", "howto/losses.md"),
+        ("70B", "howto/choose_a_plan.md#example-70b-on-512-v5p"),
+        ("another mesh", "howto/resume_elsewhere.md"),
+        ("slow", "symptoms.md#it-is-slow"),
+        ("a proof", "howto/prove_for_all_inputs.md#what-a-certificate-means"),
     ],
 )
 def test_a_question_is_one_click_from_the_front_page(word, link):
