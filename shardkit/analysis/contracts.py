@@ -144,7 +144,7 @@ class expects:
 
         Raises:
             AssertionError: the compiled program runs other collectives; the message lists every difference, and every
-                collective that the compiler added, merged, dropped or changed.
+                collective the compiler added, merged, dropped or changed.
         """
         __tracebackhide__ = True
         self._checked = True

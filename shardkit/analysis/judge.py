@@ -220,17 +220,17 @@ def lint(
     second time as another process would. If you pass a traced program (`jax.jit(fn).trace(...)`), it cannot compare it
     with another process. `RULES` lists the rules; `lint` applies the rules on a trace.
 
-    It does not find mistakes that only run-time values show, and mistakes in Pallas kernels, in collectives that the
-    compiler adds and in mutable references (`jax.new_ref`). If a draw is the same in every iteration, jax moves it out
-    of a scan that it differentiates. So if one key may serve all layers, lint the loss too.
+    It does not find mistakes that only run-time values show, nor those in Pallas kernels, in the compiler's own
+    collectives and in mutable references (`jax.new_ref`). If a draw is the same in every iteration, jax moves it out
+    of a scan under differentiation. So if one key may serve all layers, lint the loss too.
 
     Args:
-        fn: any function that jax can trace, as a step or a loss; or the result of its `.trace`, without arguments.
+        fn: any function jax can trace, such as a step or a loss; or the result of its `.trace`, without arguments.
         *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         large: bytes from which a replicated input is a finding (`large-replicated`).
         small: bytes below which a message costs only its latency: smaller waste is not a finding, and smaller pieces
             are `tiny-shards`.
-        memory: bytes that one device can hold, less the bytes of the activations. Tensor parallelism is a finding if
+        memory: bytes one device can hold, less the bytes of the activations. Tensor parallelism is a finding if
             its weights fit (`tensor-parallel-that-fits`). None: no such finding.
         ignore: names of rules to leave out.
         **kwargs: its keyword arguments. If one has the name of an option, bind it with `functools.partial`.
@@ -270,7 +270,7 @@ def audit(
 
     You can pass any function that jax can trace, on any mesh: from `jax.jit` with NamedShardings, `nnx.jit`,
     `eqx.filter_jit` or `jax.pmap`, with or without shard_map inside. From the trace you get `census` and `lint`
-    together. With `compiled=True` you also get the memory of the step, the collectives that the compiler adds, and the
+    together. With `compiled=True` you also get the memory of the step, the collectives added by the compiler, and the
     rules on compiled programs. `RULES` lists the rules.
 
     Args:
@@ -292,7 +292,7 @@ def audit(
         Audit: collectives, findings and, compiled, memory; print it, `.to_json()`, `.compare(before)`.
 
     Raises:
-        ValueError: an unknown rule in `ignore`; a step that jax cannot trace, or compile, with these arguments.
+        ValueError: an unknown rule in `ignore`; a step jax cannot trace, or compile, with these arguments.
         RuntimeError: the target's compiler is missing, or its chips have too little memory.
 
     Example:

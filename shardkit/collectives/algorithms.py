@@ -312,7 +312,7 @@ def compressed(
         dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
         block: elements that share a scale, 1 or more.
         compress_result: in an all_reduce, gather the sums in `dtype` too.
-        feedback: keep the part that the sums leave out in the residuals of the TrainState, and add it to the gradients
+        feedback: keep what the sums leave out in the residuals of the TrainState, and add it to the gradients
             of the next step. So over many steps nothing is left out. Use it for gradients that are reduced once per
             step, in float32: in dp, and in zero1 and fsdp without `layerwise`. A skipped step keeps the old residuals;
             under nonfinite="keep" a residual that is not finite stays.

@@ -49,7 +49,7 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
     """Casts every leaf to vary over `axes`. It skips an axis if the leaf already varies over it.
 
     The gradient with respect to a varying value is the gradient of this device alone: you write the sum over devices
-    yourself. The transpose of the cast is a psum over the axes that it added.
+    yourself. The transpose of the cast is a psum over the axes it added.
 
     Layout: `X[...] -> X[...] {varying over axes}`
     Args:

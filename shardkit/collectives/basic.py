@@ -81,8 +81,8 @@ def all_reduce(
         Arrays of the same shapes (without dim 0 if deterministic), invariant over `axis`.
 
     Raises:
-        ValueError: an unbound axis, another `op`, no blocks for a deterministic sum, a table that is wrong or for
-            another collective or number of devices, or a table with an op that is not a sum.
+        ValueError: an unbound axis, another `op`, no blocks for a deterministic sum, a wrong table, one for
+            another collective or number of devices, or one with an op other than a sum.
         TypeError: "any" or "all" of a leaf that is not boolean, "max" or "min" of a complex one.
 
     Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.

@@ -32,7 +32,7 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
         dim: the dim to pad.
 
     Returns:
-        Arrays with a size along `dim` that n divides; unchanged if it already does.
+        Arrays whose size along `dim` is a multiple of n; unchanged if it already is.
 
     Raises:
         ValueError: an unbound axis, or a `dim` the array does not have.

@@ -26,10 +26,10 @@ def ragged_all_to_all(
     Layout: `X[A, ..] -> Y[rows, ..]`, in the order of the senders, zeros after the last row that arrives
     Args:
         x: rows in the order of their target device; rows beyond the sum of the counts are not sent.
-        counts: integers [n, n], the same on all devices: the number of rows that device i sends to device j.
+        counts: integers [n, n], the same on all devices: the number of rows device i sends to device j.
         axis: axis name or tuple of names.
-        rows: rows of the result; at least the largest number that one device ever receives.
-        limit: the most rows that one device ever sends another.
+        rows: rows of the result; at least the largest number one device ever receives.
+        limit: the most rows one device ever sends another.
         dense: send blocks of `limit` rows by a plain all_to_all. By default only on CPUs, which have no ragged
             all_to_all.
 
@@ -40,10 +40,10 @@ def ragged_all_to_all(
 
     Raises:
         TypeError: counts that are not integers.
-        ValueError: an unbound axis, counts of another shape, negative `rows` or `limit`, or invalid counts that are
-            known at trace time.
+        ValueError: an unbound axis, counts of another shape, negative `rows` or `limit`, or counts known at trace
+            time to be invalid.
 
-    Cost: the rows in the counts, B (n-1)/n bytes if they are balanced, B being the rows that a device sends. Dense:
+    Cost: the rows in the counts, B (n-1)/n bytes if they are balanced, B being the rows a device sends. Dense:
         (n-1) blocks of `limit` rows.
 
     Example:

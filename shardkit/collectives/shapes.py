@@ -98,7 +98,7 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
     Args:
         x: pytree of arrays, a block on each device.
         axis: axis name or tuple of names (then along the joint index).
-        dim: the dim that is split over the axis.
+        dim: the dim split over the axis.
         before: rows from before the block; they may come from several devices.
         after: rows from after the block.
         wrap: periodic boundary: the last device precedes the first. False: zeros at both ends.

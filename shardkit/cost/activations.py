@@ -36,7 +36,7 @@ def activation_memory(
     sequence_parallel: bool = False,
     recompute: str | bool = "none",
 ) -> float:
-    """Returns the bytes of activations that one layer saves for its backward pass, per device.
+    """Returns the bytes of activations one layer saves for its backward pass, per device.
 
     sbh (34 + 5as/h) without parallelism; sbh (10 + 24/t + 5as/(ht)) with tensor parallelism; sbh/t (34 + 5as/h) with
     sequence parallelism too. Selective recomputation, or a fused attention kernel, drops the 5as/h term (attention's
@@ -54,7 +54,7 @@ def activation_memory(
         recompute: "none" (or False), "selective" or "full" (or True).
 
     Raises:
-        ValueError: a size below 1, kv_heads that do not divide heads, or an unknown recompute.
+        ValueError: a size below 1, heads not divisible by kv_heads, or an unknown recompute.
 
     Example:
         >>> sk.cost.activation_memory(batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")

@@ -31,7 +31,7 @@ class Chip(NamedTuple):
         hbm_bandwidth: bytes/s between memory and the compute units.
         link_bandwidth: bytes/s, one direction: of one torus link (TPU), of all NVLinks together (GPU).
         torus: dimensions of the torus, with two links each; 0 if a switch connects the chips of a host.
-        host: number of chips that reach each other at link_bandwidth without a torus: a GPU host; 1 on a torus.
+        host: number of chips connected at link_bandwidth without a torus: a GPU host; 1 on a torus.
         network_bandwidth: bytes/s, one direction, per chip, beyond the slice or the host.
         source: the publication of the figures.
     """
@@ -139,7 +139,7 @@ _chip = chip  # where an argument takes the name
 
 
 def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
-    """Returns the bytes/s that one chip sends, in all directions, in a collective over torus dimensions or a host.
+    """Returns the bytes/s one chip sends, in all directions, in a collective over torus dimensions or a host.
 
     A wrapped torus dimension has two links; a GPU sends into its switch for any group.
 

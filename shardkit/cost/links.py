@@ -27,7 +27,7 @@ class Link(NamedTuple):
 
     Attributes:
         latency: seconds per message.
-        bandwidth: bytes/s that a device sends in one direction.
+        bandwidth: bytes/s a device sends in one direction.
         source: the source of the figures, such as "chip v5e" or "measured on 2026-11-23".
     """
 

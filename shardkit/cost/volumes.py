@@ -44,7 +44,7 @@ def tensor_volume(
     recompute: str | bool = "none",
     value_bytes: float = 2,
 ) -> Volume:
-    """Bytes that one device sends for one layer under Megatron's tensor parallelism.
+    """Bytes one device sends for one layer under Megatron's tensor parallelism.
 
     Two all_reduces of the activations forward and two backward. Under sequence parallelism each becomes an all_gather
     and a reduce_scatter: four and four a layer, and the same bytes. Full recomputation repeats the forward; selective

@@ -46,7 +46,7 @@ def zero_breakdown(
 
     Args:
         parameters: number of parameters.
-        ways: number of devices that share the state.
+        ways: number of devices holding parts of the state.
         stage: 0, 1, 2 or 3.
         parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
         gradient_bytes: bytes per parameter of the gradients.
@@ -136,7 +136,7 @@ def zero_volume(
     parameter_bytes: float = 2,
     gradient_bytes: float = 2,
 ) -> float:
-    """Bytes that one device sends per step by bandwidth-optimal collectives, with k microbatches accumulated.
+    """Bytes one device sends per step by bandwidth-optimal collectives, with k microbatches accumulated.
 
     In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
     (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, because sharded gradients are reduced in

@@ -45,7 +45,7 @@ def dot_attention(
         causal: a token attends to itself and to earlier tokens only.
         segments_bt: int32 numbers of the documents packed into a sequence; a token attends to its document only.
         positions_bt: int32 places of the tokens in the sequence. Pass them if the tokens are not in order.
-        window: with positions, the number of tokens that a token attends to: itself and the tokens before it; None:
+        window: with positions, the number of tokens a token attends to: itself and the tokens before it; None:
             all.
         scale: factor of the scores; None: 1/sqrt(K).
 

@@ -75,7 +75,7 @@ def ring_attention(
         segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its document only.
         positions_bt, window: as for `dot_attention`. With positions the tokens may be in any order, such as the order
             of `deal`, and tiles without a visible pair are skipped.
-        block: size of the tiles of queries and keys that are processed in sequence; None: whole chunks.
+        block: size of the tiles of queries and keys, which are processed in sequence; None: whole chunks.
         scale: factor of the scores; None: 1/sqrt(K).
 
     Returns:

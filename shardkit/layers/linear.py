@@ -23,7 +23,7 @@ from shardkit.layers.matmul import check_split, live_axes, matmul
 
 @typed
 def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
-    """Multiplies by weights that are split by columns: each device computes its part of the columns, or heads.
+    """Multiplies by weights split by columns: each device computes its part of the columns, or heads.
 
     Layout: `X[T, D] . W[D, F_a] -> Y[T, F_a]`; with `sequence` `X[T_a, D] -> X[T, D]` first
 
@@ -74,7 +74,7 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
 def row_linear(
     h: jax.Array, w: jax.Array, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto"
 ) -> jax.Array:
-    """Multiplies columns, or heads, by weights that are split by rows, and sums over the devices.
+    """Multiplies columns, or heads, by weights split by rows, and sums over the devices.
 
     Add a bias to the result: if you add it before the sum, it counts n times.
 

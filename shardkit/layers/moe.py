@@ -51,7 +51,7 @@ def moe(
 
     With `Dropless()`, tokens are sorted by expert. A device sends its N top_k rows without padding, if the hardware has
     a ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows. If `lax.ragged_dot` is
-    native, experts compute only rows that arrived. Both give the same numbers as long as nothing is dropped.
+    native, experts compute only the rows they got. Both give the same numbers as long as nothing is dropped.
 
     `Dropless(impl="gather")` or `"ring"` sends whole tokens instead of choices, and sums over a token's experts instead
     of their outputs. Each device with some of the experts rounds its sum to the dtype of x. You send less than with
@@ -65,7 +65,7 @@ def moe(
         router_DE: the router's weights; logits are computed in float32.
         experts: pytree of this device's experts, each leaf with dim 0 of E/n; device j holds the j-th part.
         expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: the experts' outputs for rows sorted by expert, finite for
-            rows of zeros, with gradients: places that no token takes are zeros.
+            rows of zeros, with gradients: places no token takes are zeros.
             `dot(x_SD, w_eDF)` multiplies each row by its expert's matrix, accumulating in float32; `dot(jnp.ones((S,
             1)), b_eF[:, None])` gives each row its expert's bias. Rows must be independent.
         axis: axis name or tuple of names that splits the experts; None: one device.

@@ -22,7 +22,7 @@ def describe(
 ) -> str:
     """Describes a mesh, an array (which device holds which piece), a pytree (a line per leaf) or a plan, as text.
 
-    For an array you get a table of its pieces, with the ids of the devices that hold each piece; rows and columns are
+    For an array you get a table of its pieces, with the ids of the devices of each piece; rows and columns are
     the last two split dims. For a pytree you get a line per leaf with shapes, dtype, spec, devices and bytes per
     device, and their sum. Inside shard_map a line names the varying axes instead of a spec. Pass `after` to show the
     array or pytree after a resharding beside it. For a plan, call `describe(plan, params, mesh)`: you get a line per

@@ -147,7 +147,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 @typed
 def bytes_per_device(tree: Arrays) -> int:
-    """Returns the bytes that a pytree of arrays takes on one device: the sum over its shards.
+    """Returns the bytes a pytree of arrays takes on one device: the sum over its shards.
 
     Example:
         >>> sk.bytes_per_device(sk.shard({"w": jnp.ones((8, 512))}, mesh, P(None, "model")))

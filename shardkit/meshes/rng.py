@@ -101,7 +101,7 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
 
     Args:
         keys: keys of any shape, typed or raw.
-        data: integers of a shape that broadcasts with the keys'.
+        data: integers; their shape broadcasts with the keys'.
 
     Returns:
         Keys of the shape to which both broadcast.
@@ -135,7 +135,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
         x_b: examples, shape [b, ...].
         keys_b: one key per example, shape [b], or, if tokens are sharded, one per token, shape [b, t]. None for
             evaluation: nothing is dropped.
-        rate: probability that an element becomes zero, 0 <= rate < 1; the others are divided by 1 - rate.
+        rate: probability of zeroing an element, 0 <= rate < 1; the others are divided by 1 - rate.
 
     Returns:
         Array of the shape and dtype of `x_b`.

@@ -31,7 +31,7 @@ class GradFn(Protocol):
     """The computation of one device inside shard_map: `value_and_grad(loss_fn)` makes one.
 
     It returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with
-    respect to the parameters that it gets.
+    respect to its parameters.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class WithCarried(partial):
 
 @typed
 def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False) -> GradFn:
-    """Turns a loss function of any pytree model into the function that each device runs in a step.
+    """Turns a loss function of any pytree model into the function each device runs in a step.
 
     Args:
         loss_fn: your `loss_fn(params, batch, keys)`. It gets this device's examples, and one key for each of them (None
@@ -69,7 +69,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         the loss does.
 
     Raises:
-        TypeError: a loss with other arguments, or a `trained` that is not a tree of bools. At trace time: the loss is
+        TypeError: a loss with other arguments, or a `trained` other than a tree of bools. At trace time: the loss is
             neither a real scalar nor a Mean, a weight is not float32 or integer, or the weight of the loss depends on
             the parameters.
         ValueError: a `trained` without any True. At trace time: a `trained` that is not a prefix of the parameters;

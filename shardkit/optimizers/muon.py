@@ -54,12 +54,12 @@ def muon(
 
     Args:
         learning_rate: a number or an optax schedule.
-        mesh, plan: the same as for `make_train_step`; in a worker of `diloco`, the mesh that `make_step` gets.
+        mesh, plan: the same as for `make_train_step`; in a worker of `diloco`, the mesh `make_step` gets.
         ns_coeffs, ns_steps, beta, eps, weight_decay, nesterov, preconditioning, consistent_rms: as for
             `optax.contrib.muon`, with coefficients as numbers.
         muon_weight_dimension_numbers: as for `optax.contrib.muon`: the dims of each leaf that are rows and columns of a
             matrix. A leaf has one matrix for each entry of its other dims (layers, heads). Pass a tree of
-            `optax.contrib.MuonDimensionNumbers`, with None for leaves that `adam` updates, or a function of the
+            `optax.contrib.MuonDimensionNumbers`, with None for the leaves of `adam`, or a function of the
             parameters. None: all leaves of two dims.
         adam: the optimizer of all other leaves. None: as in optax, adamw without decay.
 
@@ -67,7 +67,7 @@ def muon(
         An optimizer for `make_train_step` with this mesh and plan.
 
     Raises:
-        TypeError, ValueError: an argument out of range; at trace time no parameters, or dims that a leaf does not have.
+        TypeError, ValueError: an argument out of range; at trace time no parameters, or dims a leaf does not have.
 
     Cost: the cost of the plan, and for B bytes of matrices on each device, padded to a multiple of n: if they are split
         over n devices (fsdp, zero1, tp), two all_to_alls, 2 B (n-1)/n; if they are whole on n devices (dp), an

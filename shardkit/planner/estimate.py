@@ -53,14 +53,14 @@ def estimate(
         batch: sequences per step, over all devices.
         sequence: tokens per sequence.
         memory_share: usable share of the chip's memory; the compiler and the allocator need the rest.
-        efficiency: share of the peak that matmuls reach.
+        efficiency: share of the peak reached by matmuls.
         links: measured links (`bench.links`), with the axes of `Layout` by name; None: the published links of the chip.
 
     Returns:
         Candidate, in bytes and seconds.
 
     Raises:
-        TypeError: a model that is not a Model, or a layout that is not a Layout.
+        TypeError: a model other than a Model, or a layout other than a Layout.
         ValueError: a size below 1, a batch that does not divide over the layout, tensor ways that do not divide the
             model or cross GPU hosts, an unknown chip or remat, or a share outside 0 to 1.
 

@@ -19,7 +19,7 @@ class Machine(NamedTuple):
     Attributes:
         chip: the chip.
         memory_share: usable share of the chip's memory.
-        efficiency: share of the peak that matmuls reach.
+        efficiency: share of the peak reached by matmuls.
         links: as measured, of the axes of `Layout` by name; None: as published for the chip.
     """
 

@@ -51,7 +51,7 @@ class Model(NamedTuple):
         capacity: places in the experts, relative to balanced tokens, as in `layers.Capacity`. None: `Dropless`, with
             buffers for the worst case if there are several devices.
         expert_ffn: width of an expert; None: ffn.
-        shared: further experts that every token uses.
+        shared: further experts used by every token.
         dense: the number of first layers that still have a feed-forward layer.
         attention: weights of one layer's attention. None: queries, keys, values and output.
         extra: further parameters of one layer, such as biases, and norms beyond two.
@@ -166,7 +166,7 @@ class Model(NamedTuple):
         return stack + tables * model.vocabulary * model.hidden + last_norm
 
     def active(self) -> int:
-        """The number of parameters that one token uses: all except the experts that it does not choose."""
+        """The number of parameters one token uses: all except the experts it does not choose."""
         model = _check(self)
         layers_with_experts = model.layers - model.dense
         _, experts = model.layer()

@@ -22,7 +22,7 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
         The text.
 
     Raises:
-        ValueError: names that are not one per candidate.
+        ValueError: another number of names than candidates.
 
     Example:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)

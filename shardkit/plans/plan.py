@@ -313,22 +313,22 @@ def strategy(
     gather: Algorithm = PLAIN,
     reduce: Algorithm = PLAIN,
 ) -> Plan:
-    """Makes a plan from a strategy that you write yourself; `chain` joins it with others.
+    """Makes a plan from a strategy of your own; `chain` joins it with others.
 
-    Layout: `params[.., D, ..] -> params[.., D_a, ..]` on the dim of each leaf that `place` names
+    Layout: `params[.., D, ..] -> params[.., D_a, ..]` on the dim `place` names for each leaf
 
     Args:
         name: the function's name, for descriptions and errors.
         axis: mesh axis or tuple of axes.
         rank: its order on a dim that several strategies split, major first: 0 inside the layer (as tp, pp, ep), 1 as
             fsdp, 2 as zero1, 3 if it splits no leaf.
-        batch_dim: the dim of the batch that it splits. None: all its devices get the same examples.
+        batch_dim: the dim of the batch it splits. None: all its devices get the same examples.
         place: your placement rule, `place(leaf)`. The leaf has a `path`, a `shape` after the strategies before, a
-            `dtype`, `ways` (devices of the axes) and `split` (dims that others split). Return a Split, or a few words
-            that say why the leaf stays whole. None keeps every leaf whole.
+            `dtype`, `ways` (devices of the axes) and `split` (dims that others split). Return a Split, or why the
+            leaf stays whole, in a few words. None keeps every leaf whole.
         varies: whether its devices use whole leaves on different data, for another reason than the batch.
-        names: leaves or subtrees that the user of your strategy names; each must be among the parameters.
-        rules: the rules that the user of your strategy passes. In a pytree of PartitionSpecs, the leaves split over
+        names: leaves or subtrees the user of your strategy names; each must be among the parameters.
+        rules: the rules the user of your strategy passes. In a pytree of PartitionSpecs, the leaves split over
             `axis` must be among the parameters, and the axes must be axes of the mesh. A function is not checked.
         gather: the algorithm that gathers weights.
         reduce: the algorithm that reduces gradients.

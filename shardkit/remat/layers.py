@@ -155,10 +155,10 @@ def scan_layers(
         TypeError: a list of layers instead of a stack.
         ValueError: an unknown policy, a policy that cannot be offloaded, leaves with different numbers of layers, a
             plan that splits the layer dim, a layer that sets variables of its weights, as BatchNorm of nnx does, or
-            activations that `microbatches` does not divide.
+            activations not divisible by `microbatches`.
 
     Cost: two all_gathers and one reduce_scatter of each layer's weights, with any number of `microbatches`: 3 (n-1)/n
-        of the bytes of parameters that fsdp shards; with `prefetch` one all_gather of the last layer. Nothing for plain
+        of the bytes of parameters sharded by fsdp; with `prefetch` one all_gather of the last layer. Nothing for plain
         arrays.
 
     Example:

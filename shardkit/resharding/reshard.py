@@ -45,7 +45,7 @@ def reshard(
         target: their new layout, in the same form.
         mesh: the mesh of both; by default the mesh of `jax.set_mesh`.
         donate: delete each leaf of `tree` as soon as it is moved. Memory then never holds all of source and target.
-        piece_bytes: a leaf with larger shards moves piece by piece, along a dim that no step touches. A device then
+        piece_bytes: a leaf with larger shards moves piece by piece, along a dim no step touches. A device then
             holds little more than the two shards while it moves.
 
     Returns:
@@ -54,7 +54,7 @@ def reshard(
 
     Raises:
         ValueError: a leaf with another layout than `source`, or one that does not divide under `target`, a layout with
-            an axis that the mesh does not have, or a leaf that both plans store in different orders of layers.
+            an axis the mesh does not have, or a leaf that both plans store in different orders of layers.
         TypeError: layouts of another kind.
 
     Cost: `reshard_steps` prints it. Each leaf is one program. So a device holds the tree, two shards of one leaf
@@ -94,7 +94,7 @@ def reshard(
 
 @typed
 def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh | AbstractMesh | None = None) -> Moves:
-    """Lists the collectives of `reshard`, leaf by leaf, with the bytes that each device sends. It moves nothing.
+    """Lists the collectives of `reshard`, leaf by leaf, with the bytes each device sends. It moves nothing.
 
     Args:
         tree: as for `reshard`; `jax.ShapeDtypeStruct`s are enough.

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., "Schedule"])
 
 
 class Schedule(Grid):
-    """A table of work: the piece and the microbatch that each device runs in each tick.
+    """A table of work: the piece and the microbatch of each device in each tick.
 
     Attributes:
         rows: for each device, for each tick, its actions: none, one, or a forward and then a backward.
@@ -48,7 +48,7 @@ class Schedule(Grid):
         """Raises an error unless every action runs once, on the right device and after its inputs.
 
         Raises:
-            ValueError: an action that is missing or repeated, on another device, two actions in a tick, B before F, W
+            ValueError: a missing or repeated action, one on another device, two actions in a tick, B before F, W
                 before I, an input that comes too late or never. The message has the grid, with an arrow at the cell.
         """
         rules.check(self.name, self.rows, self.placement)
@@ -165,7 +165,7 @@ class Schedule(Grid):
         return build_schedule(self.name, orders, self.microbatches, self.placement)
 
     def slots(self, saved: bool = False) -> Slots:
-        """Counts the buffers that a device needs for stage inputs, residuals and cotangents, and assigns them.
+        """Counts the buffers a device needs for stage inputs, residuals and cotangents, and assigns them.
 
         Args:
             saved: F saves the residuals of B; False: B recomputes them from the stage input.

@@ -70,7 +70,7 @@ def make_train_step(
     examples: Literal["apart", "mixed"] = "apart",
     check: bool = True,
 ) -> TrainStep:
-    """Builds a training step from a gradient function and an optimizer. You see every collective that it sends.
+    """Builds a training step from a gradient function and an optimizer. You see every collective it sends.
 
     You get the loss and the gradients of the whole batch: the sum of all totals divided by the sum of all weights, on
     every mesh and with every accumulation. The optimizer runs on global arrays. An optax transformation works
@@ -87,21 +87,21 @@ def make_train_step(
             get one if the loss sends over an axis of the batch, because it then mixes the examples of one microbatch
             only.
         precision: a Precision, or "no", "bf16", "fp16".
-        nonfinite: the reaction to a loss or gradient that is not finite. "keep" takes the step anyway. "skip" leaves
+        nonfinite: the reaction to a NaN or infinity in loss or gradient. "keep" takes the step anyway. "skip" leaves
             parameters, optimizer and carried state unchanged on all devices. "stop" does the same and raises. With a
             loss scale such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is
             not finite. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
-        carry: a function `carry(carried, metrics, params) -> carried`. It runs once per step and updates the state that
-            you passed to `init(params, key, carried=...)`. It gets the float32 metrics and the new parameters, as
+        carry: a function `carry(carried, metrics, params) -> carried`. It runs once per step and updates the state you
+            passed to `init(params, key, carried=...)`. It gets the float32 metrics and the new parameters, as
             global arrays. A loss with a fourth argument reads this state. None: the state never changes.
         deterministic: G, a number of groups. The step then gives the same bits on every number of devices that divides
             G, under dp, zero1 and whole fsdp. It cuts the batch into G parts, computes them one by one, and sums them
             in a fixed order. This holds for one kind of device, one version of jax and one dtype. The loss must not
             depend on the mesh, and the optimizer and `carry` must not multiply matrices or sum over the elements of
             split leaves.
-        manual: the mesh axes that are Manual in the step, with all axes of the plan among them. None: all axes. XLA's
-            partitioner handles the other axes, as in `jit`: parameters keep the layout over them that you pass to
-            `init`, and your loss may use `jax.lax.with_sharding_constraint` over them.
+        manual: the Manual mesh axes of the step, with all axes of the plan among them. None: all axes. XLA's
+            partitioner handles the other axes, as in `jit`: over these, parameters keep the layout you pass to `init`,
+            and your loss may use `jax.lax.with_sharding_constraint`.
         steps: the number of steps in one call, as a scan. Add a leading dim for the step to every array of the batch;
             every metric has one too. Python then dispatches once for all steps.
         donate: whether the new state takes the memory of the old state, which you cannot use afterwards. With False,
@@ -120,22 +120,22 @@ def make_train_step(
     Raises:
         ValueError: an axis missing from the mesh or from `manual`, an accumulation below 1, an unknown name, no `pp`.
             At trace time: a batch that the batch axes times `accumulate` do not divide, a weight computed only from
-            scalars of the batch, carried state that is missing or unused, or a `carry` that changes its tree, shapes or
+            scalars of the batch, missing or unused carried state, or a `carry` that changes its tree, shapes or
             dtypes.
         ValueError: with `deterministic`, anything that depends on the mesh: other strategies and algorithms, a loss
-            that communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves. Also groups
-            that do not divide the batch.
+            that communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves. Also a
+            batch that G does not divide.
         ValueError: from the first call of `step`, for a loss that mixes examples, and for a finding of `sk.lint` that
             means wrong numbers, with its source line.
-        ValueError: from `step`, for a state that you already passed to a step that donates it, a state on another mesh,
+        ValueError: from `step`, for a state you already passed to a step that donates it, a state on another mesh,
             or a state of another plan, with other layouts, padding, order or residuals.
-        TypeError: from `step`, for a state that is not a TrainState, and for an optax optimizer that needs more
+        TypeError: from `step`, for a state of another type, and for an optax optimizer that needs more
             arguments, as line searches do, or returns updates that do not look like the gradients. If you wrote the
             optimizer, you see its errors unchanged.
         FloatingPointError: from `step`, under `nonfinite="stop"`: a NonFiniteError, with `state` and `metrics`.
 
     Cost: the cost of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean (for each element, if
-        it is an array), and collectives that the compiler adds for a `carry` that mixes shards. With `deterministic`
+        it is an array), and what the compiler adds for a `carry` that mixes shards. With `deterministic`
         the same bytes if each device has 1, 2, 4, .. groups, and log2 of this number more gradients in memory.
 
     Example:

@@ -116,7 +116,7 @@ def make_eval_step(
     Args:
         loss_fn: as for `value_and_grad`; it is called with `keys=None`.
         mesh: the mesh; by default the mesh of `jax.set_mesh`.
-        plan: the plan that lays out the parameters, as in training.
+        plan: the plan of the parameters, as in training.
         precision: as for `make_train_step`.
         manual: as for `make_train_step`.
         local: as for `value_and_grad`.
@@ -128,8 +128,8 @@ def make_eval_step(
 
     Raises:
         ValueError: as `make_train_step`. From `evaluate`, for parameters that another plan pads or stores in the order
-            of its stages (pass `unpadded(params)`), and for carried state that is missing or that the loss does not
-            take.
+            of its stages (pass `unpadded(params)`), and for carried state that is missing or that
+            the loss does not take.
 
     Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes per mean.
 

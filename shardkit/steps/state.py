@@ -32,7 +32,7 @@ _REPLICATED = PartitionSpec()
 
 
 class TrainState(NamedTuple):
-    """Everything that a training run needs for its next step: you save it, and pass it to `step`.
+    """Everything a training run needs for its next step: you save it, and pass it to `step`.
 
     Attributes:
         step: int32 scalar, steps taken.
@@ -41,10 +41,10 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key. Every step derives the keys of its examples from it; it never changes.
         loss_scale: the float16 loss scale, or None.
-        residuals: the part of the gradients that compressed reductions with `feedback` have left out so far, or None.
+        residuals: what compressed reductions with `feedback` have left out of the gradients so far, or None.
             For each parameter float32 `[R, *shape]`, with a row for each device in the sum of its gradient, in units of
             the mean gradient.
-        carried: state that your loss reads and the step updates without a gradient, or None. Leaves that mirror a
+        carried: state your loss reads and the step updates without a gradient, or None. Leaves that mirror a
             parameter are laid out as the plan's `rest`, all others are replicated.
     """
 

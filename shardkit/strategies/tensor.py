@@ -29,8 +29,8 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of something other than specs.
-        ValueError: specs that never name `axis`. At trace time: an axis that the mesh does not have, a dim that the
-            leaf does not have or that does not divide, or a leaf without a spec.
+        ValueError: specs that never name `axis`. At trace time: an axis the mesh does not have, a dim the leaf does
+            not have, an indivisible dim, or a leaf without a spec.
 
     Cost: the collectives in your loss. Gradients of split leaves are complete. With `sequence`, one all_reduce over
         `axis` per step sums all other gradients, 2 (n-1)/n of their bytes.

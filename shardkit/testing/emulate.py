@@ -52,11 +52,11 @@ def emulate(
         A function from the global arguments to the global result, with the shapes of shard_map.
 
     Raises:
-        ValueError: no axis. From the call: a dim that does not divide, a spec that does not fit,
-            `axis_index_groups`, an unknown collective, a result that differs along an axis that out_specs omit (not
-            checked under an outer jit or grad), or a value that differs where `assume_replicated` says that it is equal
-            (not checked under an outer jit).
-        TypeError: from the call: a spec that is not a PartitionSpec.
+        ValueError: no axis. From the call: an indivisible dim, a spec that does not fit, `axis_index_groups`, an
+            unknown collective, a result that differs along an axis missing from out_specs (not checked under an outer
+            jit or grad), or a value that differs although `assume_replicated` calls it equal (not checked under an
+            outer jit).
+        TypeError: from the call: a spec other than a PartitionSpec.
         TypeError, ValueError: errors of tracing the kernel.
 
     Example:

@@ -74,7 +74,7 @@ def prove(
     carry: Callable[[Any, Any, Any], Any] | None = None,
     carried: Any = None,
 ) -> Proof:
-    """Proves your training step: it checks every law on every mesh, plan and option that you list.
+    """Proves your training step: it checks every law on every mesh, plan and option you list.
 
     It traces, lowers, compiles and runs each row once, for `len(batches)` steps, and all laws read this one program.
     The reference runs on one device without a mesh.
@@ -96,7 +96,7 @@ def prove(
 
     Raises:
         AssertionError: a broken law. The message lists every broken law of every row.
-        ValueError: no row, no batch, no law, or a relative error that is not between 0 and 1.
+        ValueError: no row, no batch, no law, or a relative error outside of 0 to 1.
         TypeError, ValueError: errors of building or tracing a step.
 
     Example:

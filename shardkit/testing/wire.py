@@ -75,7 +75,7 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
     (primitive, axes, groups, dims, dtype, shape) on the step's mesh, again and again with new integers. Each device
     computes the integers itself, and their result is exact in this dtype. In turn each process comes late and is slow:
     it shares one processor with two busy processes, which it starts and ends. In a job, call it in every process; all
-    end with the same verdict. To find a fault that comes by chance, you may need more seconds than the default.
+    end with the same verdict. To find a random fault, you may need more seconds than the default.
 
     Args:
         step: the step, of shardkit or any function of arrays with `jax.shard_map`.
@@ -88,7 +88,7 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
 
     Raises:
         AssertionError: a wrong element. The message names collective, device and element.
-        ValueError: a mesh without devices, or `seconds` that is not a positive number.
+        ValueError: a mesh without devices, or `seconds` other than a positive number.
         RuntimeError: another process of the job did not call it.
 
     Cost: the bytes of the step, in each round.

@@ -61,7 +61,7 @@ def compile(
     options: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
 ) -> Report:
-    """Compiles one call of `step` for chips that you do not need to have.
+    """Compiles one call of `step` for chips you do not need to have.
 
     Nothing runs, and no array is created. Pass `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh;
     for a train step, `init.abstract(params)` returns the state. If an argument has no sharding, the compiler chooses
@@ -127,7 +127,7 @@ def tune(
             refuses options, the trial has its message.
 
     Raises:
-        TypeError, ValueError: as for `compile`; options that are not a list or tuple of mappings.
+        TypeError, ValueError: as for `compile`; options other than a list or tuple of mappings.
         RuntimeError: as for `compile`, of the step without options.
 
     Cost: one compilation for each mapping, and one without; the step is traced once.
@@ -166,7 +166,7 @@ def place(step: Any, args: Sequence[Any], *, topology: str, mesh: Any = None) ->
 
     It maps every collective of the step to the links of the machine: a torus with its wraps, chips with two devices
     each, or hosts with a network adapter for each GPU (see `shardkit/meshes/network.py`). The busiest link counts. It
-    does not see collectives that the compiler adds, and does not know the compiler's ways through a torus. So its
+    does not see the compiler's own collectives, and does not know the compiler's ways through a torus. So its
     seconds are loads divided by bandwidths, and no measurement.
 
     Args:

@@ -89,7 +89,7 @@ class Explanation:
 
 @typed
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Explains each collective of the backward pass: the forward line that causes it, and the reason.
+    """Explains each collective of the backward pass: the forward line behind it, and the reason.
 
     Args:
         fn: a function that differentiates, such as a gradient or a training step. It is traced, and does not run.

@@ -81,7 +81,7 @@ class SendTable:
         return Traffic(array_bytes * sent_chunks / self.chunks, self.steps)
 
     def simulate(self, links: Bandwidths, size: float, *, latency: float = 1e-6) -> LinkTimes:
-        """Times the table on links that you pass, and says how busy they are. Steps follow each other.
+        """Times the table on your links, and says how busy they are. Steps follow each other.
 
         A message between devices without a link takes the shortest way; if there are several, it is split into equal
         parts.

@@ -40,7 +40,7 @@ _CONSEQUENCES = ("gloo", "nccl", "connection", "socket", "rendezvous", "coordina
 
 
 class Deadlines(NamedTuple):
-    """Seconds that a process may spend in each phase; exceeding one ends the job.
+    """Seconds a process may spend in each phase; exceeding one ends the job.
 
     Attributes:
         compile: tracing, lowering and compiling a step, and waiting for the others to finish compiling theirs.

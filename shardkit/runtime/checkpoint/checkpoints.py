@@ -131,16 +131,16 @@ class Checkpoints:
         Args:
             state: the TrainState, or the state of a DiLoCo run; each process then saves its workers.
             position: the data position, any JSON value.
-            config: the configuration that you need to resume, any JSON value.
+            config: the configuration you need to resume, any JSON value.
             metrics: numbers by name, or None.
 
-        You may resume from a step that is not the newest, for example because the newest is damaged. The run then
+        You may resume from an older step, for example because the newest is damaged. The run then
         renames the newer steps before it saves an older one, with a warning: they no longer count. A save also renames
         an unfinished step with its number, such as a step without its record.
 
         Raises:
-            ValueError: a step that is not newer than all steps that stay; a position or configuration that is not JSON;
-                metrics that are not numbers; two leaves with one path; `read_only`; a step to rename from a newer
+            ValueError: a step that is not newer than all steps that stay; a position or configuration other than JSON;
+                metrics other than numbers; two leaves with one path; `read_only`; a step to rename from a newer
                 version of shardkit.
             RuntimeError: this save or the previous one could not be written, or another job writes to the directory.
 

@@ -238,7 +238,7 @@ def finish(code: int = 0) -> NoReturn:
 
 
 def leave() -> None:
-    """Says that training is done in this process, if the process itself goes on: Ray, for example, ends it later.
+    """Declares the end of training in this process, if the process itself goes on: Ray, for example, ends it later.
 
     Call it in every process, best in a `finally`. A process that waits for this one in a step then ends, with the
     reason.

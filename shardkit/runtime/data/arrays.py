@@ -140,7 +140,7 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
 def from_single_device(
     shards: Sequence[jax.Array], mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], dtype: DType | None = None
 ) -> jax.Array:
-    """Creates a global array from shards that are already on this process's devices, without copies.
+    """Creates a global array from shards on this process's devices, without copies.
 
     Args:
         shards: an array on each of this process's devices of the mesh, in any order.

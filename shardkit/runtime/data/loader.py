@@ -59,10 +59,10 @@ def loader(
         mesh: the mesh, by default the mesh of `jax.set_mesh`; a process outside it reads one sample per batch, for
             shapes and dtypes.
         spec: the layout of the batch, `plan.batch_spec(mesh)`.
-        position: number of samples that the run has already used; pass `loader.position` of the run that you resume.
+        position: number of samples the run has already used; pass `loader.position` of the run you resume.
         epochs: number of passes over the source; None for no limit.
         threads: samples read concurrently; 0 reads them on demand (best for data in memory).
-        prefetch: batches that are prepared and sent to the devices in advance.
+        prefetch: batches prepared and sent to the devices in advance.
 
     Returns:
         A Loader: an iterator of batches, each a pytree of `jax.Array` with a new dim 0 of `batch` rows, sharded as the

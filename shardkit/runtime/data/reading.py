@@ -45,7 +45,7 @@ def fetch(tree: Arrays) -> Any:
     Raises:
         ValueError: on a process outside the mesh of a leaf.
 
-    Cost: an all_gather of every leaf that is split over processes; of one that is whole here, nothing.
+    Cost: an all_gather of every leaf split over processes; of one that is whole here, nothing.
 
     Example:
         >>> sk.runtime.fetch(sk.runtime.from_full(np.arange(4), mesh, P("data")))

@@ -31,7 +31,7 @@ def load_params(
         like: shapes, dtypes and shardings of the parameters: `init.abstract(params).params` of `make_train_step`,
             `evaluate.abstract(params)` of `make_eval_step`, or parameters themselves.
         step: by default the newest finished one.
-        partial: leave out parameters of the run that `like` does not have.
+        partial: leave out parameters of the run `like` does not have.
         cast: convert floating-point numbers to the dtype of `like`.
 
     Returns:

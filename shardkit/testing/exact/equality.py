@@ -118,11 +118,11 @@ def assert_equal_for_all_inputs(
     points: int = 3,
     check_vma: bool = True,
 ) -> Equality:
-    """Proves that a kernel equals a plain function, in values and gradients, for all inputs and without a tolerance.
+    """Proves a kernel equal to a plain function, in values and gradients, for all inputs and without a tolerance.
 
     It traces both, and runs them with numbers of a finite field in place of floats. Every float of `args` is an
     unknown, drawn at random; only its shape and dtype matter. Integers, booleans and keys keep their values. Programs
-    that agree there are the same function of real numbers, up to a chance that the result bounds. You see an error of
+    that agree there are the same function of real numbers, up to a chance, which the result bounds. You see an error of
     one part in 10^12. Comparisons are decided by real inputs, also drawn several times, and by random orders if no draw
     reached a branch; the result lists them. NaN is a separate value. A proof does not see rounding: for floats use
     `assert_matches_reference`.
@@ -130,7 +130,7 @@ def assert_equal_for_all_inputs(
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, in jax and without collectives.
-        mesh: the mesh, also of devices that do not exist (`sk.abstract_mesh`); by default the mesh of `jax.set_mesh`.
+        mesh: the mesh, also one without devices (`sk.abstract_mesh`); by default the mesh of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
@@ -146,11 +146,11 @@ def assert_equal_for_all_inputs(
     Raises:
         AssertionError: a difference. The message names the result or gradient, the line of the first value that the
             reference does not have, and the kind of difference: a factor, a missing sum, another device's piece.
-        TypeError: args that is not a tuple, or an argument or result that is not an array. Errors of your functions
+        TypeError: args other than a tuple, or an argument or result other than an array. Errors of your functions
             stay as they are, with a note about their arguments.
-        ValueError: no verdict: a comparison with a branch that no draw met, or a function with an unknown law, by its
+        ValueError: no verdict: a comparison with a branch no draw met, or a function with an unknown law, by its
             line. Also specs that do not fit arguments or results; no float among the arguments; an operation without a
-            meaning in a field, by its name and line; programs that are too large or too deeply nested, with the size to
+            meaning in a field, by its name and line; too large or too deeply nested programs, with the size to
             shrink.
 
     Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.

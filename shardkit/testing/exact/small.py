@@ -28,7 +28,7 @@ def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int 
     Args:
         function: a loss or a reference for one device, called with `args`.
         args: its arguments at full size, a tuple of pytrees of arrays, keys or ShapeDtypeStructs.
-        multiple: each new size is a multiple of this; pass the largest number of devices that split a dim.
+        multiple: each new size is a multiple of this; pass the largest number of devices along a dim.
 
     Returns:
         The arguments, and the sentence.
