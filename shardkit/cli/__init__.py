@@ -7,7 +7,6 @@ option 0.3 s, and a command 1.2 s.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import io
 import os
@@ -25,6 +24,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn, Union
 
 import shardkit
 from shardkit._arguments.extras import install
+from shardkit.cli.errors import is_refusal
 
 # The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
 USAGE, UNEXPECTED, INTERRUPTED = 2, 70, 130
@@ -255,7 +255,7 @@ def perform(command: Command, full: str, words: list[str]) -> int:
         _say(f"error: {full}: {error.filename} cannot be used ({error.strerror}). Check the path.")
         _end(error, USAGE)
     except Exception as error:
-        if not _is_refusal(error):
+        if not is_refusal(error):
             _end_unexpected(error)
         _say(f"error: {error}")
         _end(error, USAGE)
@@ -375,16 +375,3 @@ def _end(error: BaseException, code: int) -> NoReturn:
 
 def _is_debugging() -> bool:
     return os.environ.get("SHARDKIT_DEBUG", "") not in ("", "0")
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether shardkit refuses something by this error, in a `raise` of its own; all others are unexpected."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not isinstance(error, ValueError | RuntimeError | TypeError | ImportError):
-        return False
-    frame = last.tb_frame
-    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
-    instruction = frame.f_code.co_code[last.tb_lasti]
-    return package == "shardkit" and instruction == dis.opmap["RAISE_VARARGS"]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shardkit.cli.errors import refuse_users_error
 from shardkit.cli.options import WithJson
 from shardkit.cli.output import write_json
 
@@ -46,6 +47,9 @@ def prove(options: Options) -> int:
         print(error)
         write_json(options.json, "prove", [], differs=list(error.differs))
         return 1
+    except Exception as error:
+        refuse_users_error("prove", f"the functions of {options.make}", error)
+        raise
     print(result)
     verdicts = result.verdicts if isinstance(result, Proof) else (result,)
     rows = [verdict._asdict() for verdict in verdicts]

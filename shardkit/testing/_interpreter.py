@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, TABLE, registered
 from shardkit.meshes.layout import all_axes, spec_axes
 from shardkit.testing._compare import distance, find_other_bits, is_float
+from shardkit.testing._kernels import explain_error
 
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
 Note = Callable[[str], None]
@@ -39,28 +38,12 @@ def interpret(function: Callable[..., Any], mesh: Any, note: Note) -> Callable[.
             try:
                 closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
             except (AssertionError, NotImplementedError) as error:
-                raise _explain_error(error, mesh) from error
+                raise explain_error("emulate", error, mesh) from error
         inputs = [jnp.asarray(x) for x in (*closed.consts, *jax.tree.leaves(args))]
         outputs = _make_function(closed.jaxpr, mesh, note)(*inputs)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
-
-
-def _explain_error(error: Exception, mesh: Any) -> Exception:
-    """An error that jax raises without a message, with a message; any other unchanged."""
-    jax_folder = Path(jax.__file__).parent
-    frames = traceback.extract_tb(error.__traceback__)
-    outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
-    caller = outside_jax[-1]
-    if str(error) or caller is frames[-1]:  # it has a message, or jax did not raise it
-        return error
-    line = f"{Path(caller.filename).name}:{caller.lineno}"
-    return ValueError(
-        f"emulate: jax.shard_map must support what the kernel calls at {line}; it raises {type(error).__name__} "
-        "without a message, as for a psum with axis_index_groups or over an unknown axis. Use the mesh's axes, "
-        f"{quoted(mesh.axis_names)}, and make groups an axis of the mesh."
-    )
 
 
 def _make_function(jaxpr: Any, mesh: Any, note: Note) -> ArrayFunction:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -91,11 +93,15 @@ def wrap_kernel(
         try:
             results = kernel(*shards)
         except Exception as error:
-            error.add_note(
+            # jax's assertion without a message would pass for a difference that is found.
+            explained = explain_error(where, error, mesh)
+            explained.add_note(
                 f"{where}: raised by the kernel, which was called on mesh {sized(mesh.shape.items())} with the shards "
                 f"of one device: {_shapes(shards)}."
             )
-            raise
+            if explained is error:
+                raise
+            raise explained from error
         _check_arrays(where, "kernel", results)
         specs = _broadcast(out_specs, results)
         if specs is None:
@@ -111,6 +117,22 @@ def wrap_kernel(
         return results
 
     return call
+
+
+def explain_error(where: str, error: Exception, mesh: Mesh | AbstractMesh) -> Exception:
+    """An error that jax raises without a message, with a message; any other unchanged."""
+    jax_folder = Path(jax.__file__).parent
+    frames = traceback.extract_tb(error.__traceback__)
+    outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
+    caller = outside_jax[-1]
+    if str(error) or caller is frames[-1]:  # it has a message, or jax did not raise it
+        return error
+    line = f"{Path(caller.filename).name}:{caller.lineno}"
+    return ValueError(
+        f"{where}: jax.shard_map must support what the kernel calls at {line}; it raises {type(error).__name__} "
+        "without a message, as for a psum with axis_index_groups or over an unknown axis. Use the mesh's axes, "
+        f"{quoted(mesh.axis_names)}, and make groups an axis of the mesh."
+    )
 
 
 def wrap_reference(where: str, reference: Callable[..., Any]) -> Callable[..., Any]:

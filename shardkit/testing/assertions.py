@@ -83,6 +83,7 @@ def assert_matches_reference(
         AssertionError: a difference. The message names the mesh, the result or argument, the difference and its place,
             the tolerance, and the factor if it is the same everywhere.
         TypeError: args that is not a tuple, or a reference in numpy when gradients are compared.
+        ValueError: a mesh without devices.
         TypeError, ValueError: errors of tracing the kernel, for example by check_vma.
 
     Example:
@@ -92,7 +93,7 @@ def assert_matches_reference(
         ... )
     """
     __tracebackhide__ = True
-    mesh = mesh_in_context(_WHERE, mesh)
+    mesh = mesh_in_context(_WHERE, mesh, devices=True)
     if kernel.__hash__ is None:  # an instance of a class with its own __eq__
         kernel = partial(kernel)
     check_axes_of_specs(_WHERE, mesh, in_specs, out_specs)

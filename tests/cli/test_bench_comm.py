@@ -18,6 +18,9 @@ def right(x, axis):
 
 def wrong(x, axis):
     return lax.psum(x, axis).at[-1].mul(2) if x.size == 1024 else lax.psum(x, axis)
+
+def unknown_axis(x, axis):
+    return lax.psum(x, "model")
 """
 
 
@@ -57,6 +60,17 @@ def test_a_wrong_kernel_of_a_file_ends_with_1(inside, tmp_path):
     assert lines[-1] == "wrong elements: 4"
     assert [line.partition(":wrong, ")[2].split(":")[0] for line in lines if line.startswith("wrong: ")] == ["4096 B"]
     assert not any(":right, " in line for line in lines)
+
+
+# It ended with 70, as if shardkit were wrong, and without a word: jax's assertion has no message.
+def test_a_kernel_that_raises_is_named(inside, tmp_path):
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    words = ["--impl", f"{tmp_path / 'kernels.py'}:unknown_axis", "--quick"]
+    error = inside("bench", "comm", "data=4", "--op", "all_reduce", *words, code=2).stderr
+    assert error == (
+        "error: bench comm: a kernel must run; kernels.py:11 (unknown_axis) raises AssertionError. Add --debug to see "
+        "the traceback.\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["1K:x", "4K:1K:2", "1K:4K:1", "0", "1T", ""])

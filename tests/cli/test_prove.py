@@ -38,6 +38,15 @@ def listed():
 
 def broken():
     raise OSError("no disk")
+
+def unknown_axis():
+    return {**softmax(), "kernel": lambda x: jax.lax.psum(x, "data")}
+
+def in_numpy():
+    return {**softmax(), "reference": lambda x: jnp.asarray(np.exp(x))}
+
+def key_error():
+    return step(lambda w, x, keys: sk.Mean.of(x["x"]))
 """
 
 
@@ -77,3 +86,21 @@ def test_a_kernel_and_a_step(program, inside):
 )
 def test_what_is_no_proof(program, inside, name, said):
     assert inside("prove", f"kernels.py:{name}", code=2).stderr == f"error: prove: kernels.py:{name} {said}\n"
+
+
+# They ended with 70, as if shardkit were wrong, and the first without a word.
+@pytest.mark.parametrize(
+    "name, said",
+    {
+        "unknown_axis": "assert_equal_for_all_inputs: jax.shard_map must support what the kernel calls at "
+        "kernels.py:37; it raises AssertionError without a message",
+        "in_numpy": "prove: the functions of kernels.py:in_numpy must run; kernels.py:40 "
+        "(in_numpy.<locals>.<lambda>) raises TracerArrayConversionError: ",
+        "key_error": "prove: the functions of kernels.py:key_error must run; kernels.py:43 "
+        "(key_error.<locals>.<lambda>) raises ",
+    }.items(),
+)
+def test_functions_that_raise(program, inside, name, said):
+    error = inside("prove", f"kernels.py:{name}", code=2).stderr
+    assert error.startswith(f"error: {said}")
+    assert error.count("\n") == 1

@@ -117,3 +117,29 @@ def test_a_comparison_of_floats_takes_no_shapes():
             out_specs=P("data"),
             args=(jax.ShapeDtypeStruct((8, 4), jnp.float32),),
         )
+
+
+# jax's assertion has no message, and would pass for a kernel that is refuted.
+@pytest.mark.parametrize("assertion", ASSERTIONS, ids=lambda f: f.__name__)
+def test_an_unknown_axis_refutes_nothing(assertion):
+    def kernel(x):
+        return lax.psum(x, "model")
+
+    call = {"mesh": sk.make_mesh(jax.devices()[:4], data=4), "in_specs": P("data"), "out_specs": P()}
+    with pytest.raises(ValueError) as caught:
+        assertion(kernel, summed, args=(X,), **call)
+    line = kernel.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"{assertion.__name__}: jax.shard_map must support what the kernel calls at test_wrong_calls.py:{line}; it "
+        "raises AssertionError without a message, as for a psum with axis_index_groups or over an unknown axis. Use "
+        "the mesh's axes, 'data', and make groups an axis of the mesh."
+    )
+
+
+def test_a_comparison_of_floats_takes_no_mesh_without_devices():
+    call = {"mesh": sk.abstract_mesh(data=4), "in_specs": P("data"), "out_specs": P("data"), "args": (X,)}
+    with pytest.raises(ValueError) as caught:
+        sk.testing.assert_matches_reference(same, same, **call)
+    assert str(caught.value) == (
+        "assert_matches_reference: the mesh must have devices; got abstract data=4. Pass sk.make_mesh(data=4)."
+    )

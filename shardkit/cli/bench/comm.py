@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardkit.cli.bench.options import Output, check_output, describe_machine, write_records
+from shardkit.cli.errors import refuse_users_error
 from shardkit.cli.options import Optional, Sizes, Words
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -84,7 +85,11 @@ def comm(options: Options) -> int:
         print(describe_machine(), sk.describe(mesh), sep="\n", flush=True)
     records = []
     for sweep in sweeps:
-        rows = bench.comm([sweep], mode=options.mode, calls=calls, rounds=rounds)
+        try:
+            rows = bench.comm([sweep], mode=options.mode, calls=calls, rounds=rounds)
+        except Exception as error:
+            refuse_users_error("bench comm", "a kernel", error)
+            raise
         records += rows
         if cluster.is_master:
             print("", table(rows), sep="\n", flush=True)
