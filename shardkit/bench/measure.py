@@ -372,9 +372,16 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
                 gc.enable()
         sample = Sample(wall * 1e6 / calls, cpu * 1e6 / calls)
         # Outside the timed part: the comparison moves the results to the host.
-        return sample, jax.tree.map(np.asarray, case.checked(carry, value))
+        return sample, jax.tree.map(_to_host, case.checked(carry, value))
 
     return run
+
+
+def _to_host(x: Any) -> np.ndarray:
+    """A leaf as numbers of numpy; a key, as the state of a training step has one, by its data."""
+    if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
 
 
 def _disagreement(row: str, case: Case, baseline: str, error: float, path: str, tolerance: float) -> ValueError:
@@ -396,8 +403,8 @@ def _disagreement(row: str, case: Case, baseline: str, error: float, path: str, 
 
 def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float, int]:
     """The largest difference of two arrays, and the number of elements outside of the tolerance."""
-    array = np.asarray(value).astype(np.float64)
-    expected = np.asarray(reference).astype(np.float64)
+    array = _to_host(value).astype(np.float64)
+    expected = _to_host(reference).astype(np.float64)
     if array.shape != expected.shape or not np.isfinite(expected).all():
         return np.inf, max(1, expected.size)
     errors = np.abs(array - expected)

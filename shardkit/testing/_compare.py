@@ -256,13 +256,15 @@ def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
 
 
 def format_factor(factor: float) -> str:
-    """`4x`, `1/4 of`, `-1x`, `0x`."""
+    """`4x`, `1/4 of`, `-1x`, `0x`, `0.985x`."""
     if 0 < abs(factor) < 0.99:
         inverse = 1 / factor
-        if abs(inverse - round(inverse)) < 0.02 * abs(inverse):
+        is_whole = abs(inverse - round(inverse)) < 0.02 * abs(inverse)
+        if is_whole and round(inverse) not in (-1, 1):
             sign = "-" if factor < 0 else ""
             return f"{sign}1/{abs(round(inverse))} of"
-    if abs(factor - round(factor)) < 0.02 * max(1, abs(factor)):
+    is_whole = abs(factor - round(factor)) < 0.02 * max(1, abs(factor))
+    if is_whole and round(factor) != 1:  # 1x and 1/1 would say that there is no difference
         return f"{round(factor)}x"
     return f"{factor:.3g}x"
 

@@ -192,3 +192,18 @@ def test_a_case_is_held_against_what_is_expected_of_it(mode):
         "from what is expected by 7.7e-02 in leaf [0]. No time is reported: make both compute the same, or pass a "
         "larger tolerance."
     )
+
+
+# numpy cannot hold the key of a state, and said so in jax's words.
+def test_a_state_with_a_key_is_compared_whole():
+    grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))  # the key alone differs
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    cases = []
+    for name, seed in [("first", 0), ("again", 0), ("other key", 1)]:
+        init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+        state = init(np.ones(4, "f"), jax.random.key(seed))
+        cases.append(Case(name, step, state, (np.ones((4, 4), "f"),)))
+    records = bench.measure("states", "4 numbers", cases[:2], calls=1, rounds=1)
+    assert [record["wrong"] for record in records] == [0, 0]
+    with pytest.raises(ValueError, match=r"'other key' differs from 'first'"):
+        bench.measure("states", "4 numbers", [cases[0], cases[2]], calls=1, rounds=1)

@@ -84,7 +84,18 @@ def test_factors():
     assert constant_factor(y, 0 * y) is None and constant_factor(y, np.array([INF, 1, 1])) is None
     assert constant_factor(3j * y, 1j * y) == pytest.approx(3) and constant_factor(1j * y, y) is None
     words = {4: "4x", 0.25: "1/4 of", -1: "-1x", 0: "0x", 1.5: "1.5x", -0.5: "-1/2 of", 0.7: "0.7x", 3.01: "3x"}
-    words |= {0.99: "1x", 1 / 3: "1/3 of", -7: "-7x", 0.003: "1/333 of", 12.3: "12.3x", 2.05: "2.05x", 100.9: "101x"}
+    words |= {
+        0.99: "0.99x",
+        0.985: "0.985x",
+        1.018: "1.02x",
+        -0.985: "-1x",
+        1 / 3: "1/3 of",
+        -7: "-7x",
+        0.003: "1/333 of",
+        12.3: "12.3x",
+        2.05: "2.05x",
+        100.9: "101x",
+    }
     assert {f: format_factor(f) for f in words} == words
 
 
