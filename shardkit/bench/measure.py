@@ -379,7 +379,7 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
 
 def _to_host(x: Any) -> np.ndarray:
     """A leaf as numbers of numpy; a key, as the state of a training step has one, by its data."""
-    if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)
 
