@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.strategies import partitioned, reference
+from shardkit.bench.workload import partitioned, reference
 from shardkit.cli.self_test import self_test
 from shardkit.cost import hardware
 from shardkit.models import transformer

@@ -24,7 +24,8 @@ from benchmarks.start import start
 from benchmarks.strategies import beside
 from shardkit import bench
 from shardkit.bench.records import write
-from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, reference, text
+from shardkit.bench.strategies import text
+from shardkit.bench.workload import LAYERS, LEARNING_RATE, cases_of, reference
 from shardkit.models import transformer
 from shardkit.plans.splits import map_layouts
 

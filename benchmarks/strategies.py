@@ -23,7 +23,8 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.bench.records import write
-from shardkit.bench.strategies import (
+from shardkit.bench.strategies import text
+from shardkit.bench.workload import (
     MICROBATCHES,
     CaseBuilder,
     Loss,
@@ -34,7 +35,6 @@ from shardkit.bench.strategies import (
     mean,
     placed_arguments,
     reference,
-    text,
 )
 from shardkit.layers.attention import dot_attention
 from shardkit.models import blocks, transformer

@@ -18,7 +18,7 @@ import shardkit as sk
 from benchmarks import growth, links, overlap, pipeline, scale, schedules, soak, start, step_overhead, strategies
 from shardkit import bench
 from shardkit.bench.measure import MODES
-from shardkit.bench.strategies import reference
+from shardkit.bench.workload import reference
 
 ROOT = Path(start.__file__).parents[1]
 SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)

@@ -13,10 +13,11 @@ from jax import lax
 import shardkit as sk
 from shardkit import bench, cost
 from shardkit.bench import as_compiled, operations
-from shardkit.bench.comm import describe_fit, sweeps, table
+from shardkit.bench.comm import describe_fit, table
 from shardkit.bench.fit import Fit
 from shardkit.bench.kernels import Compared, case, place
 from shardkit.bench.operations import DTYPES, OPERATIONS
+from shardkit.bench.sweep import sweeps
 from shardkit.testing import reference
 from support.refusals import refused
 

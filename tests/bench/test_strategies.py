@@ -11,7 +11,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import bench
-from shardkit.bench.strategies import reference
+from shardkit.bench.workload import cases_of, explain_left_out, reference
 from shardkit.models import transformer
 
 strategies = import_module("shardkit.bench.strategies")  # the package has a function of this name
@@ -19,7 +19,7 @@ CONFIG = transformer.Config(layers=4, dim=16, heads=4)
 
 
 def names(work, **sizes):
-    return list(strategies.cases_of(work, sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)))
+    return list(cases_of(work, sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)))
 
 
 @pytest.mark.check
@@ -35,7 +35,7 @@ def test_every_plan_that_fits_the_mesh_is_a_case():
     tp = ["jit: tp", "tp", "tp, sequence"]
     assert names(work, model=4) == ["one device", *data, *tp, *many, *pipelines]
     assert names(work, model=8) == ["one device", *data, *many]
-    assert strategies.explain_left_out({"model": 8}, work) == [
+    assert explain_left_out({"model": 8}, work) == [
         "tensor parallelism: 4 heads of width 64 over model=8",
         "pipelines: 4 layers over model=8",
     ]

@@ -17,9 +17,9 @@ import pytest
 import shardkit as sk
 from shardkit import cli
 from shardkit.analysis.judge import GROWTH, SMALL
-from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
-from shardkit.bench.strategies import OptimizerName
+from shardkit.bench.sweep import IMPLS, REDOPS
+from shardkit.bench.workload import OptimizerName
 from shardkit.cli import output, plan
 from shardkit.jobs.manifests import Kind
 from shardkit.meshes.simulated import offer_cpu_devices

@@ -10,7 +10,7 @@ from shardkit.cli.bench.options import Output, check_output, describe_machine, w
 from shardkit.cli.options import Optional, Sizes, Words
 
 if TYPE_CHECKING:
-    from shardkit.bench.strategies import Workload
+    from shardkit.bench.workload import Workload
 
 _QUICK = {"layers": 4, "dim": 16, "heads": 4, "examples": 16, "tokens": 4, "calls": 2, "rounds": 2}
 _USUAL = {"layers": 4, "dim": 128, "heads": 4, "examples": 16, "tokens": 64, "calls": 1, "rounds": 100}
@@ -62,7 +62,8 @@ def strategies(options: Options) -> int:
     The exit code is 1 if the results of a case differ from one device's by more than rounding.
     """
     from shardkit import bench
-    from shardkit.bench.strategies import cases_of, explain_left_out, reference, text
+    from shardkit.bench.strategies import text
+    from shardkit.bench.workload import cases_of, explain_left_out, reference
     from shardkit.cli.mesh import make_mesh, read_sizes
     from shardkit.models import transformer
 
@@ -125,7 +126,7 @@ def _choose_sizes(options: Options) -> dict[str, Any]:
 
 def _load_workload(name: str) -> Workload:
     """The user's model, of MODULE:FUNCTION."""
-    from shardkit.bench.strategies import Workload
+    from shardkit.bench.workload import Workload
     from shardkit.cli.target import load
 
     loss_fn, arguments = load(name)
