@@ -31,12 +31,12 @@ def test_every_public_name_is_in_the_reference():
             if inspect.ismodule(value):
                 if value not in seen:
                     seen.add(value)
-                    own = [n for n, each in vars(value).items() if n[0] != "_" and reference.defined_in(value, each)]
+                    own = [n for n, each in vars(value).items() if n[0] != "_" and reference.is_defined_in(value, each)]
                     todo.append((f"{called}.{name}", value, getattr(value, "__all__", own)))
             elif id(value) not in shown:
                 missing.append(f"{called}.{name}")
     assert missing == []
-    bare = [name.called for face in reference.FACES for name in reference.names(face) if not name.documented]
+    bare = [name.called for face in reference.FACES for name in reference.names(face) if not name.docstring]
     assert bare == []  # a constant has a docstring too, below its assignment
     for face in reference.FACES:  # each on one page, and only there
         assert all(text.count(f"::: {name.path}\n") == 1 for name in reference.names(face)), face
@@ -69,22 +69,24 @@ def test_names_of_sk_from_other_rooms_are_found_and_of_an_unknown_file_refused()
 def test_sections_of_docstrings_stand_apart():
     """Args directly under Layout would be read as part of its paragraph."""
     text = "Does.\n\nLayout: `X -> Y`\nArgs:\n    x: one.\nCost: n\nbytes.\n\nExample:\n    >>> f()"
-    assert docstrings.sections("Source: A (arXiv:1811.06965).").endswith("](https://arxiv.org/abs/1811.06965)).")
-    assert docstrings.sections(text) == (
+    assert docstrings.separate_sections("Source: A (arXiv:1811.06965).").endswith(
+        "](https://arxiv.org/abs/1811.06965))."
+    )
+    assert docstrings.separate_sections(text) == (
         "Does.\n\n**Layout:** `X -> Y`\n\nArgs:\n    x: one.\n\n**Cost:** n\nbytes.\n\nExamples:\n    >>> f()"
     )
 
 
 def test_pages_are_arranged_and_a_page_without_a_section_is_refused():
     pages = ["howto/zzz.md", "howto/from_jit.md", "index.md", "learn/01.md", "reference/sk.md", "reference/json.md"]
-    assert navigation.arranged(pages, reference=["reference/sk.md"]) == [
+    assert navigation.arrange(pages, reference=["reference/sk.md"]) == [
         {"Start": "index.md"},
         {"Learn": "learn/01.md"},
         {"How to": ["howto/from_jit.md", "howto/zzz.md"]},
         {"Reference": ["reference/sk.md", "reference/json.md"]},
     ]
     with value_error("the pages elsewhere/page.md are in no section. Name them in docs/generate/navigation.py."):
-        navigation.arranged(["elsewhere/page.md"])
+        navigation.arrange(["elsewhere/page.md"])
 
 
 def test_links_between_pages_notebooks_and_examples_lead_to_pages():
@@ -92,11 +94,11 @@ def test_links_between_pages_notebooks_and_examples_lead_to_pages():
         "[a](../docs/howto/words.md#the-job) [b](02_b.ipynb) [c](../examples/lora.py) [d](https://x.org/y) [e](#h)"
         "\n\n```python\nx = f[0](02_b.ipynb)\n```\n"
     )
-    assert links.rewritten(text, "notebooks/01_a.ipynb", "learn/01_a.md") == (
+    assert links.rewrite_links(text, "notebooks/01_a.ipynb", "learn/01_a.md") == (
         "[a](../howto/words.md#the-job) [b](02_b.md) [c](../examples.md#lora) [d](https://x.org/y) [e](#h)"
         "\n\n```python\nx = f[0](02_b.ipynb)\n```\n"
     )
-    assert links.rewritten("[n](../notebooks/01_a.ipynb)", "docs/start.md", "start.md") == "[n](learn/01_a.md)"
+    assert links.rewrite_links("[n](../notebooks/01_a.ipynb)", "docs/start.md", "start.md") == "[n](learn/01_a.md)"
 
 
 def test_a_notebook_shows_its_stored_outputs(tmp_path):
@@ -126,7 +128,7 @@ def test_formulas_become_mathml():
         "latex2mathml", reason="latex2mathml is not installed; pip install 'shardkit[docs]' installs it"
     )
     formulas = importlib.import_module("docs.generate.formulas")
-    text = formulas.drawn(
+    text = formulas.draw_formulas(
         '<p><span class="arithmatex">\\(a &lt; b\\)</span></p><div class="arithmatex">\\[n-1\\]</div>'
     )
     assert text.count("<math") == 2 and 'display="block"' in text
@@ -135,7 +137,7 @@ def test_formulas_become_mathml():
 
 def test_the_help_of_every_command_is_shown():
     """As it is printed, whatever terminal builds the manual."""
-    made = dict(commands.helps())
+    made = dict(commands.print_helps())
     assert {"launch", "aot", "bench comm", "bench compare"} <= set(made)
     assert "--topology" in made["aot"] and "usage: shardkit bench comm" in made["bench comm"]
     assert max(len(line) for text in made.values() for line in text.splitlines()) <= 84
@@ -154,7 +156,7 @@ def test_papers_come_from_the_sources_of_docstrings():
 def test_pages_of_benchmarks_show_plots_and_the_table_of_records():
     """Markers that no page of the repository shows; a file of records without a row would be forgotten."""
     text = "<!-- plot benchmarks/results/comm.jsonl op=all_reduce: Bandwidth -->\n<!-- results -->"
-    shown = measurements.shown(text, ROOT)
+    shown = measurements.fill_in(text, ROOT)
     assert shown.startswith("[![Bandwidth](pictures/comm.svg)](pictures/comm.svg)\n| records |")
     rows = shown.splitlines()[3:]
     assert [row.split("`")[1] for row in rows] == [
@@ -178,7 +180,7 @@ def test_dead_links_and_files_from_elsewhere_are_found(tmp_path):
         '<script src="https://x.org/y.js"></script> <img src="data:abc">'
     )
     (tmp_path / "b.html").write_text('<h2 id="there">b</h2>')
-    assert importlib.import_module("docs.generate.checks").faults(tmp_path) == [
+    assert importlib.import_module("docs.generate.checks").find_faults(tmp_path) == [
         "a.html: b.html#gone has no such anchor.",
         "a.html: c.html leads nowhere.",
         "a.html: script loads https://x.org/y.js.",
@@ -211,7 +213,9 @@ def test_a_long_name_in_a_table_may_be_broken():
     """A column is else as wide as its longest name, and a table of five wider than any screen."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed; pip install 'shardkit[docs]' installs it")
     hooks = importlib.import_module("docs.generate.hooks")
-    cell = hooks.in_a_cell(re.match(".*", "<td><code>vocab_parallel_cross_entropy</code> <code>sk.vary</code></td>"))
+    cell = hooks.break_names_in_cell(
+        re.match(".*", "<td><code>vocab_parallel_cross_entropy</code> <code>sk.vary</code></td>")
+    )
     assert cell == '<td><code class="long">vocab_<wbr>parallel_<wbr>cross_<wbr>entropy</code> <code>sk.vary</code></td>'
 
 

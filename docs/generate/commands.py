@@ -13,19 +13,23 @@ from shardkit.cli import COMPLETION, every_command, perform
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def helps() -> Iterator[tuple[str, str]]:
+def print_helps() -> Iterator[tuple[str, str]]:
     """The full name of each command, and its help in 84 columns without colors."""
-    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "84"
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "84"
     try:
         for full, command in every_command().items():
             out = io.StringIO()
             with redirect_stdout(out), suppress(SystemExit):
                 perform(command, full, ["--help"])
-            lines = [line.rstrip() for line in _COLORS.sub("", out.getvalue()).splitlines()]
+            text = _COLORS.sub("", out.getvalue())
+            lines = [line.rstrip() for line in text.splitlines()]
             yield full, "\n".join(lines).strip()
     finally:
-        os.environ.pop("COLUMNS")
-        os.environ |= {} if columns is None else {"COLUMNS": columns}
+        if columns is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = columns
 
 
 def page() -> str:
@@ -35,11 +39,12 @@ def page() -> str:
         "the commands need; `python -m shardkit` is the same command."
     )
     parts = ["# Commands", head]
-    parts += [f"## shardkit {name}\n\n```text\n{text}\n```" for name, text in [*helps(), ("completion", COMPLETION)]]
-    parts += [
+    for name, text in [*print_helps(), ("completion", COMPLETION)]:
+        parts.append(f"## shardkit {name}\n\n```text\n{text}\n```")
+    parts.append(
         "The script holds all names and imports no jax, so that completing is quick: print it again after an upgrade. "
         "bash reads its folder with the package bash-completion; without it, add "
         '`eval "$(shardkit completion bash)"` to '
         "`~/.bashrc`."
-    ]
+    )
     return "\n\n".join(parts) + "\n"

@@ -13,18 +13,22 @@ _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Example|Examples)
 _REMARK = re.compile(r"(Layout|Cost|Source): ?")
 
 
-def sections(text: str) -> str:
+def separate_sections(text: str) -> str:
     """A docstring with an empty line above each of its sections, the one-line ones in bold, papers as links."""
-    made: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
         remark = _REMARK.match(line)
-        if (remark or _SECTION.match(line)) and made and made[-1].strip():
-            made.append("")
-        if remark:
+        begins_section = remark is not None or _SECTION.match(line) is not None
+        if begins_section and lines and lines[-1].strip():
+            lines.append("")
+        if remark is not None:
             line = f"**{remark[1]}:** {line[remark.end() :]}"
-        line = papers.linked(line) if "arXiv:" in line else line
-        made.append("Examples:" if line.strip() == "Example:" and line[0] != " " else line)
-    return "\n".join(made)
+        if "arXiv:" in line:
+            line = papers.link_papers(line)
+        if line.startswith("Example:") and line.strip() == "Example:":  # griffe knows the plural
+            line = "Examples:"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 class Sections(griffe.Extension):
@@ -33,4 +37,4 @@ class Sections(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for everything that is found in the package."""
         if obj.docstring:
-            obj.docstring.value = sections(obj.docstring.value)
+            obj.docstring.value = separate_sections(obj.docstring.value)

@@ -11,7 +11,14 @@ _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.S)
 _BLOCK = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.S)
 
 
-def drawn(text: str) -> str:
+def draw_formulas(text: str) -> str:
     """The HTML of a page with every formula that arithmatex has marked as MathML."""
-    text = _BLOCK.sub(lambda found: convert(html.unescape(found[1]).strip(), display="block"), text)
-    return _INLINE.sub(lambda found: convert(html.unescape(found[1]).strip()), text)
+    return _INLINE.sub(_draw_inline, _BLOCK.sub(_draw_block, text))
+
+
+def _draw_block(match: re.Match[str]) -> str:
+    return str(convert(html.unescape(match[1]).strip(), display="block"))
+
+
+def _draw_inline(match: re.Match[str]) -> str:
+    return str(convert(html.unescape(match[1]).strip()))

@@ -9,6 +9,7 @@ import html
 import posixpath
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 from docs.generate import (  # noqa: E402
     checks,
@@ -46,32 +48,36 @@ _LEFT_ALONE = re.compile(r"(<h\d.*?</h\d>|<a [^>]*>.*?</a>|<pre.*?</pre>)", re.S
 
 def pages() -> dict[str, str | bytes]:
     """What is in no file of docs/: pages and pictures by their paths in the manual."""
-    made: dict[str, str | bytes] = {**reference.pages()}
+    contents: dict[str, str | bytes] = {}
+    contents.update(reference.pages())
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, pictures = notebooks.page(path)
-        made[f"learn/{path.stem}.md"] = links.rewritten(text, f"notebooks/{path.name}", f"learn/{path.stem}.md")
-        made |= {f"learn/{name}": data for name, data in pictures.items()}
+        page = f"learn/{path.stem}.md"
+        contents[page] = links.rewrite_links(text, f"notebooks/{path.name}", page)
+        for name, data in pictures.items():
+            contents[f"learn/{name}"] = data
     template = [ROOT / "examples" / "research" / f"{name}.py" for name in ("model", "train", "test")]
-    made["examples.md"] = examples.page([*template, *sorted((ROOT / "examples").glob("*.py"))])
+    contents["examples.md"] = examples.page([*template, *sorted((ROOT / "examples").glob("*.py"))])
     for file, page in links.PAGES.items():
         if page != "index.md":
-            made[page] = links.rewritten(links.titled((ROOT / file).read_text(), page), file, page)
-    made |= {f"benchmarks/pictures/{name}": data for name, data in measurements.pictures(ROOT)}
-    made["reference/commands.md"] = commands.page()
-    made["papers.md"] = papers.page(ROOT / "shardkit")
-    made |= proofs.pages(ROOT)
-    return made
+            text = links.change_title((ROOT / file).read_text(), page)
+            contents[page] = links.rewrite_links(text, file, page)
+    for name, data in measurements.pictures(ROOT):
+        contents[f"benchmarks/pictures/{name}"] = data
+    contents["reference/commands.md"] = commands.page()
+    contents["papers.md"] = papers.page(ROOT / "shardkit")
+    contents.update(proofs.pages(ROOT))
+    return contents
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds what is generated, and arranges all pages."""
-    made = pages()
-    for path, content in made.items():
+    contents = pages()
+    for path, content in contents.items():
         files.append(File.generated(config, path, content=content))
-    config["nav"] = navigation.arranged(
-        (file.src_uri for file in files.documentation_pages()),
-        reference=[path for path in made if path.startswith("reference/")],
-    )
+    all_pages = [file.src_uri for file in files.documentation_pages()]
+    reference_pages = [path for path in contents if path.startswith("reference/")]
+    config["nav"] = navigation.arrange(all_pages, reference=reference_pages)
     return files
 
 
@@ -81,64 +87,81 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.2}  # lists name everything, and explain nothing
     if not (ROOT / "docs" / page.file.src_uri).exists():
         return text  # generated
-    text = measurements.shown(text, ROOT)
-    return links.rewritten(text, f"docs/{page.file.src_uri}", page.file.src_uri)
+    text = measurements.fill_in(text, ROOT)
+    return links.rewrite_links(text, f"docs/{page.file.src_uri}", page.file.src_uri)
 
 
 def on_page_content(text: str, page: Any, **_: Any) -> str:
     """Formulas are drawn, names of the library lead to the reference, and short code is not broken into lines."""
-    parts = _LEFT_ALONE.split(formulas.drawn(text))
-    text = "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
-    text = _CELL.sub(in_a_cell, text)
-    return _PRINTED.sub(_wrapped, _SHORT.sub(r'<code class="short">\1</code>', text))
+    parts = []
+    for part in _LEFT_ALONE.split(formulas.draw_formulas(text)):
+        if not _LEFT_ALONE.fullmatch(part):
+            part = _link_names(part, page)
+        parts.append(part)
+    text = _CELL.sub(break_names_in_cell, "".join(parts))
+    text = _SHORT.sub(r'<code class="short">\1</code>', text)
+    return _PRINTED.sub(_classify_printed, text)
 
 
-def in_a_cell(found: re.Match[str]) -> str:
+def break_names_in_cell(cell: re.Match[str]) -> str:
     """A cell whose long names may be broken: a column is else as wide as its longest name, and the table scrolls."""
-    return _NAME.sub(lambda name: f'<code class="long">{_JOINT.sub("<wbr>", name[1])}</code>', found[0])
+    return _NAME.sub(_break_name, cell[0])
 
 
-def _wrapped(found: re.Match[str]) -> str:
+def _break_name(name: re.Match[str]) -> str:
+    return f'<code class="long">{_JOINT.sub("<wbr>", name[1])}</code>'
+
+
+def _classify_printed(block: re.Match[str]) -> str:
     """What is printed, long sentences in several lines; tables, whose columns are two spaces apart, are smaller."""
-    lines = html.unescape(_TAG.sub("", found[2])).splitlines()
-    long = [line.strip() for line in lines if len(line) > _COLUMNS]
-    if not long:
-        return found[0]
+    lines = html.unescape(_TAG.sub("", block[2])).splitlines()
+    long_lines = [line.strip() for line in lines if len(line) > _COLUMNS]
+    if not long_lines:
+        return block[0]
     kind = "wrapped"
-    if any("  " in line for line in long):
-        kind = "wide" if max(map(len, lines)) <= _SMALL_COLUMNS else "widest"
-    return f"{found[1]} {kind}{found[2]}"
+    is_table = any("  " in line for line in long_lines)
+    if is_table:
+        kind = "widest"
+        if max(len(line) for line in lines) <= _SMALL_COLUMNS:
+            kind = "wide"
+    return f"{block[1]} {kind}{block[2]}"
 
 
-def _link(page: Any) -> Any:
-    """Replaces a name that is in the reference, or the file of an example, by a link to it."""
-    if not _WHERE:
-        for path, text in reference.pages().items():
-            _WHERE.update({name: f"{path.removesuffix('.md')}.html#{name}" for name in _anchors(text)})
-        _WHERE.update(
-            {face: f"reference/{face}.html" for face in reference.FACES.keys() - reference.INSIDE.keys() - {"sk"}}
-        )
-        _WHERE.update({f"examples/{p.name}": f"examples.html#{p.stem}" for p in (ROOT / "examples").glob("*.py")})
+def _link_names(text: str, page: Any) -> str:
+    """The HTML with a link at each name that is in the reference, and at each file of an example."""
+    addresses = _find_addresses()
 
-    def link(found: re.Match[str]) -> str:
-        where = _WHERE.get(found[1]) or _WHERE.get(f"sk.{found[1]}")  # from shardkit import testing
-        if where is None:
-            return found[0]
-        target = posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or ".")
-        return f'<a href="{target}">{found[0]}</a>'
+    def link(name: re.Match[str]) -> str:
+        address = addresses.get(name[1]) or addresses.get(f"sk.{name[1]}")  # from shardkit import testing
+        if address is None:
+            return name[0]
+        target = posixpath.relpath(address, posixpath.dirname(page.file.src_uri) or ".")
+        return f'<a href="{target}">{name[0]}</a>'
 
-    return link
+    return _CALLED.sub(link, text)
+
+
+@cache  # of one build, in which the reference does not change
+def _find_addresses() -> dict[str, str]:
+    """Where in the manual each public name, each module with a page of its own, and each example is."""
+    addresses = {}
+    for path, text in reference.pages().items():
+        for name in _find_anchors(text):
+            addresses[name] = f"{path.removesuffix('.md')}.html#{name}"
+    for face in reference.FACES:
+        if face != "sk" and face not in reference.INSIDE:
+            addresses[face] = f"reference/{face}.html"
+    for example in (ROOT / "examples").glob("*.py"):
+        addresses[f"examples/{example.name}"] = f"examples.html#{example.stem}"
+    return addresses
 
 
 def on_post_build(config: Any) -> None:
     """The build fails for a link that leads nowhere, also where a hook has made it."""
-    found = checks.faults(Path(config["site_dir"]).resolve())
-    if found:
-        raise PluginError("\n".join(found))
+    faults = checks.find_faults(Path(config["site_dir"]).resolve())
+    if faults:
+        raise PluginError("\n".join(faults))
 
 
-_WHERE: dict[str, str] = {}
-
-
-def _anchors(text: str) -> list[str]:
+def _find_anchors(text: str) -> list[str]:
     return re.findall(r'<a id="([\w.]+)">', text)

@@ -31,7 +31,7 @@ def page_of(file: str) -> str | None:
     return PAGES.get(file)
 
 
-def rewritten(text: str, file: str, page: str) -> str:
+def rewrite_links(text: str, file: str, page: str) -> str:
     """The text of a page with its relative links as they are in the manual.
 
     Args:
@@ -43,14 +43,23 @@ def rewritten(text: str, file: str, page: str) -> str:
         The text; what is in a block of code, and links to files that are no pages, are as before.
     """
 
-    def link(found: re.Match[str]) -> str:
-        target = page_of(posixpath.normpath(posixpath.join(posixpath.dirname(file), found[1])))
-        return posixpath.relpath(target, posixpath.dirname(page) or ".") if target else found[1]
+    def rewrite(match: re.Match[str]) -> str:
+        linked_file = posixpath.normpath(posixpath.join(posixpath.dirname(file), match[1]))
+        target = page_of(linked_file)
+        if target is None:
+            return match[1]
+        return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
-    parts = re.split(r"(^```.*?^```$)", text, flags=re.S | re.M)
-    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)
+    parts = []
+    for part in re.split(r"(^```.*?^```$)", text, flags=re.S | re.M):
+        if not part.startswith("```"):
+            part = _LINK.sub(rewrite, part)
+        parts.append(part)
+    return "".join(parts)
 
 
-def titled(text: str, page: str) -> str:
+def change_title(text: str, page: str) -> str:
     """The text of a file with the heading that it has as a page."""
-    return re.sub(r"\A# .*", f"# {TITLES[page]}", text) if page in TITLES else text
+    if page not in TITLES:
+        return text
+    return re.sub(r"\A# .*", f"# {TITLES[page]}", text)

@@ -10,22 +10,28 @@ from typing import Any
 
 # A file of records, which of them by the value of a key, and what the picture shows.
 PLOT = re.compile(r"<!-- plot benchmarks/results/(\w+)\.jsonl(?: (\w+)=(\w+))?: (.*?) -->")
-RESULTS, FOLDER = "<!-- results -->", "benchmarks/results"
+RESULTS = "<!-- results -->"
+FOLDER = "benchmarks/results"
 
 
-def shown(text: str, root: Path) -> str:
+def fill_in(text: str, root: Path) -> str:
     """The text of a page with its markers replaced by the table and the pictures."""
     text = PLOT.sub(r"[![\4](pictures/\1.svg)](pictures/\1.svg)", text)
-    return text.replace(RESULTS, table(root / FOLDER)) if RESULTS in text else text
+    if RESULTS not in text:
+        return text
+    return text.replace(RESULTS, table(root / FOLDER))
 
 
 def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
     """Name and SVG of each picture that the pages of docs/benchmarks ask for."""
     from shardkit import bench
 
-    text = "".join(page.read_text() for page in sorted((root / "docs" / "benchmarks").glob("*.md")))
+    pages = sorted((root / "docs" / "benchmarks").glob("*.md"))
+    text = "".join(page.read_text() for page in pages)
     for name, key, value, _ in PLOT.findall(text):
-        records = [each for each in bench.read(root / FOLDER / f"{name}.jsonl") if not key or each[key] == value]
+        records = bench.read(root / FOLDER / f"{name}.jsonl")
+        if key:
+            records = [record for record in records if record[key] == value]
         yield f"{name}.svg", picture(records).encode()
 
 
@@ -50,8 +56,13 @@ def _draw_sizes(plots: Any, records: Sequence[Mapping[str, Any]]) -> None:
     keys = (("bus bandwidth, GB/s", "busbw_GBps", math.inf), ("time, us", "wall_us_median", 2**16))
     for axes, (title, key, largest) in zip(plots, keys, strict=True):
         for impl in dict.fromkeys(record["impl"] for record in records):
-            chosen = [each for each in records if each["impl"] == impl and each["size"] <= largest]
-            axes.loglog([each["size"] for each in chosen], [each[key] for each in chosen], "o-", base=2, label=impl)
+            sizes = []
+            values = []
+            for record in records:
+                if record["impl"] == impl and record["size"] <= largest:
+                    sizes.append(record["size"])
+                    values.append(record[key])
+            axes.loglog(sizes, values, "o-", base=2, label=impl)
         axes.set(title=title, xlabel="bytes")
         axes.grid()
         axes.legend()
@@ -63,7 +74,8 @@ def _draw_ratios(plots: Any, rows: Sequence[str], records: Sequence[Mapping[str,
         cases = [record for record in records if record["row"] == row]
         for clock, shift in (("cpu", -0.2), ("wall", 0.2)):
             places = [number + shift for number in range(len(cases))]
-            bars = axes.barh(places, [case[f"{clock}_ratio_median"] for case in cases], 0.4, label=f"{clock} time")
+            ratios = [case[f"{clock}_ratio_median"] for case in cases]
+            bars = axes.barh(places, ratios, 0.4, label=f"{clock} time")
             axes.bar_label(bars, fmt=" %.2f", fontsize=5)
         axes.set_yticks(range(len(cases)), [case["case"] for case in cases])
         axes.axvline(1, color="0.5", linewidth=0.8)
@@ -79,12 +91,14 @@ def table(results: Path) -> str:
     rows = []
     for path in sorted(results.glob("*.jsonl")):
         records = bench.read(path)
-        where: Mapping[str, Any] = records[-1]["environment"]
+        machine: Mapping[str, Any] = records[-1]["environment"]
         dates = sorted(record["environment"]["date"][:10] for record in records)
-        days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        days = dates[0]
+        if dates[0] != dates[-1]:
+            days = f"{dates[0]} to {dates[-1]}"
         loads = [record["environment"]["load_average_1min"] for record in records]
         wrong = sum(record.get("wrong", 0) for record in records)
-        machine = f"{where['cores']} cores of {where['cpu_model']}, load {min(loads):.1f} to {max(loads):.1f}"
-        rows.append(f"| `{FOLDER}/{path.name}` | {len(records)} | {days} | {machine} | {where['jax']} | {wrong} |")
+        cores = f"{machine['cores']} cores of {machine['cpu_model']}, load {min(loads):.1f} to {max(loads):.1f}"
+        rows.append(f"| `{FOLDER}/{path.name}` | {len(records)} | {days} | {cores} | {machine['jax']} | {wrong} |")
     head = "| records | rows | measured | machine | jax | wrong elements |\n|---|---|---|---|---|---|"
     return "\n".join([head, *rows])

@@ -70,7 +70,7 @@ SECTIONS: Mapping[str, list[str]] = {
 LISTS = frozenset({"proved.md", "proved_f.md", "papers.md", "changelog.md", "tests.md"})
 
 
-def arranged(pages: Iterable[str], reference: Iterable[str] = ()) -> list[dict[str, Any]]:
+def arrange(pages: Iterable[str], reference: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The navigation over those pages that are there.
 
     Args:
@@ -83,22 +83,31 @@ def arranged(pages: Iterable[str], reference: Iterable[str] = ()) -> list[dict[s
     Raises:
         ValueError: a page is in no section.
     """
-    left = dict.fromkeys(sorted(pages))
-    made: list[dict[str, Any]] = []
+    remaining = sorted(set(pages))
+    sections: list[dict[str, Any]] = []
     for section, names in SECTIONS.items():
-        here: list[str] = []
-        for name in [*(reference if section == "Reference" else ()), *names]:
-            here += [page for page in left if page == name or (name.endswith("/") and page.startswith(name))]
-            for page in here:
-                left.pop(page, None)
-        if here:
-            made.append({section: here if len(here) > 1 else here[0]})
-    if left:
-        raise ValueError(f"the pages {', '.join(left)} are in no section. Name them in docs/generate/navigation.py.")
-    return made
+        if section == "Reference":
+            names = [*reference, *names]
+        section_pages: list[str] = []
+        for name in names:
+            for page in list(remaining):
+                if page == name or (name.endswith("/") and page.startswith(name)):
+                    section_pages.append(page)
+                    remaining.remove(page)
+        if len(section_pages) == 1:
+            sections.append({section: section_pages[0]})
+        elif section_pages:
+            sections.append({section: section_pages})
+    if remaining:
+        raise ValueError(
+            f"the pages {', '.join(remaining)} are in no section. Name them in docs/generate/navigation.py."
+        )
+    return sections
 
 
 def title(text: str) -> str:
     """The first heading of a page, without its markup."""
-    found = re.search(r"^# (.+)$", text, re.M)
-    return found[1].replace("`", "") if found else ""
+    heading = re.search(r"^# (.+)$", text, re.M)
+    if heading is None:
+        return ""
+    return heading[1].replace("`", "")

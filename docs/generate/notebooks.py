@@ -30,12 +30,13 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
             parts.append(re.sub(r"<details>", '<details markdown="1">', source))
         elif source.strip():
             parts.append(f"```python\n{source.rstrip()}\n```")
-        for each, output in enumerate(cell.get("outputs", ())):
-            parts.append(_output(output, f"{path.stem}_{number}_{each}", pictures))
+        for output_number, output in enumerate(cell.get("outputs", ())):
+            parts.append(_show_output(output, f"{path.stem}_{number}_{output_number}", pictures))
     return "\n\n".join(parts) + "\n", pictures
 
 
-def _output(output: Mapping[str, Any], name: str, pictures: dict[str, bytes]) -> str:
+def _show_output(output: Mapping[str, Any], name: str, pictures: dict[str, bytes]) -> str:
+    """An output as Markdown: as a picture if it has one, which joins `pictures`; else as HTML, else as text."""
     data = output.get("data", {})
     if "image/svg+xml" in data:
         pictures[f"{name}.svg"] = _text(data["image/svg+xml"]).encode()
@@ -55,4 +56,6 @@ def _link_picture(file: str, attributes: str = "") -> str:
 
 
 def _text(lines: str | list[str]) -> str:
-    return lines if isinstance(lines, str) else "".join(lines)
+    if isinstance(lines, str):
+        return lines
+    return "".join(lines)

@@ -27,37 +27,59 @@ THEIRS = re.compile(
 OURS = re.compile(r"\b(shardkit|sk|bench|runtime|schedules|testing|init|step|state)\b")
 
 
-def programs():
-    """The Python of each page is one program."""
+def find_programs():
+    """Name and text of each program: the Python of a page is one, an example another."""
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        if blocks := re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.S | re.M):
-            yield "_".join(page.relative_to(ROOT).with_suffix("").parts), "\n".join(blocks)
-    yield from ((f"examples_{path.stem}", path.read_text()) for path in (ROOT / "examples").glob("*.py"))
+        blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.S | re.M)
+        if blocks:
+            name = "_".join(page.relative_to(ROOT).with_suffix("").parts)
+            yield name, "\n".join(blocks)
+    for path in (ROOT / "examples").glob("*.py"):
+        yield f"examples_{path.stem}", path.read_text()
 
 
-def by_mypy(folder, *options):
+def check_by_mypy(folder, *options):
+    """What mypy says of the files of a folder, a line for each mistake."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--ignore-missing-imports", *options]
     command += ["--no-error-summary", "--hide-error-context", "--cache-dir", ROOT / ".mypy_cache" / "users", "."]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return [line for line in (done.stdout + done.stderr).splitlines() if ": note:" not in line]
 
 
-def by_pyright(program, folder):
+def check_by_pyright(program, folder):
+    """What pyright says of lines that use shardkit, a line for each mistake."""
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     command = [program, "--pythonpath", sys.executable, "--outputjson", "--project", "."]
-    for each in json.loads(subprocess.run(command, cwd=folder, capture_output=True).stdout)["generalDiagnostics"]:
-        path, line = Path(each["file"]), each["range"]["start"]["line"]
+    done = subprocess.run(command, cwd=folder, capture_output=True)
+    for diagnostic in json.loads(done.stdout)["generalDiagnostics"]:
+        path = Path(diagnostic["file"])
+        line = diagnostic["range"]["start"]["line"]
         if OURS.search(path.read_text().splitlines()[line]):
-            yield f"{path.name}:{line + 1}: {each['message']} [{each.get('rule')}]"
+            yield f"{path.name}:{line + 1}: {diagnostic['message']} [{diagnostic.get('rule')}]"
+
+
+def find_pyright():
+    """The program of pyright in this environment; None if it is not installed."""
+    for tool in ("basedpyright", "pyright"):
+        program = shutil.which(tool, path=Path(sys.executable).parent)
+        if program:
+            return program
+    return None
 
 
 if __name__ == "__main__":
-    found = [shutil.which(tool, path=Path(sys.executable).parent) for tool in ("basedpyright", "pyright")]
-    pyright = next(filter(None, found), None)
-    print("user code: by mypy" + (" and pyright" if pyright else "; pyright is not installed"))
+    pyright = find_pyright()
+    if pyright is None:
+        print("user code: by mypy; pyright is not installed")
+    else:
+        print("user code: by mypy and pyright")
     with tempfile.TemporaryDirectory() as pages, tempfile.TemporaryDirectory() as typed:
-        for name, text in programs():
+        for name, text in find_programs():
             Path(pages, f"{name}.py").write_text(text)
         shutil.copy(ROOT / "tests" / "support" / "user_program.py", typed)
-        said = by_mypy(typed) + by_mypy(pages, *PAGES_MAY) + [*(by_pyright(pyright, Path(pages)) if pyright else ())]
-    sys.exit("\n".join(line for line in said if not THEIRS.search(line)) or 0)
+        messages = check_by_mypy(typed) + check_by_mypy(pages, *PAGES_MAY)
+        if pyright is not None:
+            messages += check_by_pyright(pyright, Path(pages))
+    mistakes = [message for message in messages if not THEIRS.search(message)]
+    if mistakes:
+        sys.exit("\n".join(mistakes))
