@@ -13,13 +13,10 @@ def pages(root: Path) -> dict[str, str]:
     from support import proved
 
     titles = proved.features(proved.FEATURES.read_text())
-    names = set(titles)
-    for group, most in proved.NAMED_ONLY.items():
-        for number in range(1, most + 1):
-            names.add(f"{group}{number}")
+    known = proved.list_known(titles)
     claims = []
     for path in sorted(proved.TESTS.rglob("*.py")):
-        claims_of_file, _ = proved.claims(path, names)
+        claims_of_file, _ = proved.read_claims(path, known)
         claims += claims_of_file
     rows: dict[str, list[str]] = {"proved.md": [], "proved_f.md": []}
     for line in proved.table(titles, claims, root / "tests"):

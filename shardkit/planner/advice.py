@@ -156,10 +156,13 @@ def _name_change(before: Layout, after: Layout) -> str:
     """
     changed = {name for name in before._fields if getattr(before, name) != getattr(after, name)}
     if changed & {"context", "expert", "stage"}:
-        splits_sequences = after.context > before.context and changed <= {"data", "fsdp", "context"}
-        return "context" if splits_sequences else ""
+        if after.context > before.context and changed <= {"data", "fsdp", "context"}:
+            return "context"
+        return ""
     if after.tensor > before.tensor and "remat" not in changed:
-        return "tensor" if _count_microbatches(after) == _count_microbatches(before) else ""
+        if _count_microbatches(after) == _count_microbatches(before):
+            return "tensor"
+        return ""
     if after.fsdp > before.fsdp and changed <= {"data", "fsdp"}:
         return "fsdp"
     if after.accumulate > before.accumulate and changed == {"accumulate"}:

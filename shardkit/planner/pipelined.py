@@ -35,7 +35,9 @@ def _run_schedule(stages: int, microbatches: int, chunks: int) -> PipelineRun:
     forwards = 0
     ticks = 0
     for cells in zip_longest(*schedule.rows, fillvalue=()):
-        operations = {action.op for cell in cells for action in cell}
+        operations: set[str] = set()  # of all devices at this tick
+        for cell in cells:
+            operations.update(action.op for action in cell)
         if "F" in operations:
             forwards += 1
         if "B" in operations:

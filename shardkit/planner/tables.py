@@ -44,8 +44,11 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
         sizes = [str(getattr(candidate.layout, column)) for column in columns]
         rows.append([*sizes, *_format_figures(candidate)])
     if names:
-        rows = [[name, *row] for name, row in zip(["", *names], rows, strict=True)]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        heads = ["", *names]
+        rows = [[head, *row] for head, row in zip(heads, rows, strict=True)]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(len(cell) for cell in column))
     lines = []
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]

@@ -158,8 +158,15 @@ def check(schedule: Schedule, *, each: int = 1, layers: int = 0, pieces: Any = P
 
 def from_csv(p: int, m: int) -> Schedule:
     """A schedule that nobody published: all forwards, then backwards of which every other is split."""
-    back = lambda d, i: f"{d}B{i}" if (d + i) % 2 else f"{d}I{i},{d}W{i}"  # noqa: E731
-    lines = [",".join([f"{d}F{i}" for i in range(m)] + [back(d, i) for i in reversed(range(m))]) for d in range(p)]
+    lines = []
+    for device in range(p):
+        actions = [f"{device}F{microbatch}" for microbatch in range(m)]
+        for microbatch in reversed(range(m)):
+            if (device + microbatch) % 2:
+                actions.append(f"{device}B{microbatch}")
+            else:
+                actions += [f"{device}I{microbatch}", f"{device}W{microbatch}"]
+        lines.append(",".join(actions))
     return Schedule.from_csv("\n".join(lines))
 
 

@@ -62,15 +62,19 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def sizes_of(choice: dict[str, Any]) -> dict[str, int]:
     """The mesh: two devices along each axis that the choice uses, three where leaves must not divide."""
-    sizes = {
-        "shard": (3 if choice.get("uneven") else 2) if choice.get("shard") else 1,
-        "stage": 2 if choice.get("stage") else 1,
-        "model": 2 if choice.get("model") else 1,
-        "context": 2 if choice.get("context") else 1,
-        "expert": 2 if choice.get("experts") == "split" else 1,
-        "replica": 2 if choice.get("shard") == "hsdp" else 1,
-    }
-    return {name: size for name, size in sizes.items() if size > 1}
+    sizes = {}
+    if choice.get("shard"):
+        sizes["shard"] = 2
+        if choice.get("uneven"):
+            sizes["shard"] = 3
+    for name in ("stage", "model", "context"):
+        if choice.get(name):
+            sizes[name] = 2
+    if choice.get("experts") == "split":
+        sizes["expert"] = 2
+    if choice.get("shard") == "hsdp":
+        sizes["replica"] = 2
+    return sizes
 
 
 def ways_of(choice: dict[str, Any]) -> int:
@@ -105,9 +109,18 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """The options that are not the first of their factor."""
-        chosen = [(name, value) for name, value in self.choice.items() if value != FACTORS[name][0]]
-        texts = (name if value is True else f"{name}={value}" for name, value in chosen if not isinstance(value, str))
-        return ", ".join([value for _, value in chosen if isinstance(value, str)] + list(texts)) or "one device"
+        words = []  # "zero1", which says what it is of
+        settings = []
+        for name, value in self.choice.items():
+            if value == FACTORS[name][0]:
+                continue
+            if isinstance(value, str):
+                words.append(value)
+            elif value is True:
+                settings.append(name)
+            else:
+                settings.append(f"{name}={value}")
+        return ", ".join(words + settings) or "one device"
 
 
 def case_of(choice: dict[str, Any], turn: int = 0) -> Case:
@@ -120,8 +133,9 @@ def case_of(choice: dict[str, Any], turn: int = 0) -> Case:
     if choice["experts"]:
         # A router's losses are those of a microbatch: without them accumulation changes no number, and pipelines on
         # many meshes share one device's training.
-        apart = choice["accumulate"] > 1 or (choice["stage"] and ways_of(choice) > 2)
-        losses = {"balance": 0.0, "router_z": 0.0} if apart else {"balance": 0.1, "router_z": 0.01}
+        losses = {"balance": 0.1, "router_z": 0.01}
+        if choice["accumulate"] > 1 or (choice["stage"] and ways_of(choice) > 2):
+            losses = {"balance": 0.0, "router_z": 0.0}
         config = dataclasses.replace(config, experts=8, hidden=8, **losses)
     has = lambda name: name if name in sizes else None  # noqa: E731
     context = choice["context"]

@@ -126,10 +126,13 @@ class Member:
         """Its state; an error counts as a consequence where it is one of the libraries of the collectives."""
         if self.cause:
             cause = self.cause.lower()
-            is_consequence = any(word in cause for word in _CONSEQUENCES)
-            return Health.CUT_OFF if is_consequence else Health.FAILED
+            if any(word in cause for word in _CONSEQUENCES):
+                return Health.CUT_OFF
+            return Health.FAILED
         if self.gone:
-            return Health.CRASHED if self.crash else Health.DIED
+            if self.crash:
+                return Health.CRASHED
+            return Health.DIED
         if self.left:
             return Health.EXITED
         if self.stopped:

@@ -96,8 +96,9 @@ def _portable_sharding(x: Any) -> NamedSharding:
     sharding = stored_array(x).sharding
     if not is_padded(x):
         return sharding
-    padded_dims = [dim for dim, _ in padding(x.shape, sharding.spec, sharding.mesh)]
-    entries = [None if dim in padded_dims else axes for dim, axes in enumerate(spec_axes(sharding.spec))]
+    entries: list[Any] = list(spec_axes(sharding.spec))
+    for dim, _ in padding(x.shape, sharding.spec, sharding.mesh):
+        entries[dim] = None
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
 
 

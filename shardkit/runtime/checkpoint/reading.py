@@ -221,7 +221,10 @@ class _Part:
             slices = zip(index or (), wanted.shape, strict=True)
             box = tuple(entry.indices(size)[:2] for entry, size in slices)
             self._devices.setdefault(box, []).append(device)
-        self._buffers = {box: _allocate([stop - start for start, stop in box], wanted.dtype) for box in self._devices}
+        self._buffers = {}
+        for box in self._devices:
+            box_shape = [stop - start for start, stop in box]
+            self._buffers[box] = _allocate(box_shape, wanted.dtype)
         self.nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
         self.remaining = self.nbytes
 

@@ -76,21 +76,27 @@ def start_checksums(arrays: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
 
 def _start_on_mesh(mesh: Mesh, arrays: Mapping[str, Any]) -> tuple[list[str], jax.Array]:
     """The paths of arrays over one mesh, in some order, and their sums."""
-    piece = _PIECE if mesh.devices.flat[0].platform == "cpu" else None
+    piece = None
+    if mesh.devices.flat[0].platform == "cpu":
+        piece = _PIECE
     # A loop takes long to compile: an array with one has its own program, which serves all of its shape and layout.
-    together, alone = [], []
+    small_arrays = []
+    large_arrays = []
     for path, x in arrays.items():
         if piece is not None and x.size > piece:
-            alone.append([path])
+            large_arrays.append([path])
         else:
-            together.append(path)
-    groups = [together, *alone] if together else alone
+            small_arrays.append(path)
+    groups = large_arrays
+    if small_arrays:
+        groups = [small_arrays, *large_arrays]
     sums_of_devices = []
+    order = []
     for paths in groups:
         group = tuple(arrays[path] for path in paths)
         shardings = tuple(x.sharding for x in group)
         sums_of_devices.append(_sum_on_devices(group, shardings, piece))
-    order = [path for paths in groups for path in paths]
+        order += paths
     return order, _sum_over_devices(tuple(sums_of_devices), NamedSharding(mesh, PartitionSpec()))
 
 
