@@ -91,6 +91,11 @@ def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -
     return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
 
 
+def is_tracing() -> bool:
+    """Whether jax is tracing a function, as under jit, so that what is computed has no numbers yet."""
+    return not private("core.trace_state_clean")()
+
+
 def bound_axes() -> dict[str, int]:
     """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
     bound_sizes = private("core.get_axis_env")().axis_sizes
@@ -176,6 +181,11 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 def acts(equation: Any) -> bool:
     """Whether an equation has a side effect: it prints, or calls the host."""
     return any(not isinstance(effect, private("core.NamedAxisEffect")) for effect in equation.effects)
+
+
+def calls_python(equation: Any) -> bool:
+    """Whether an equation has a side effect or calls Python; `jax.pure_callback` does, and declares no effect."""
+    return acts(equation) or equation.primitive.name == "pure_callback"
 
 
 def inner_programs(equation: Any) -> list[Any]:

@@ -56,11 +56,17 @@ from shardkit.on_device.whole_rules import whole_results
 
 
 class Loss(NamedTuple):
-    """What is known of a loss: where examples meet, None if they do not; and the axes over which it sends."""
+    """What is known of a loss.
+
+    Attributes:
+        met: where examples meet; None if they do not.
+        sends: the axes of the batch over which it sends, or along which it asks for the index of the device.
+        lines: where it sends, in order.
+    """
 
     met: Met | None
     sends: frozenset[str]
-    acts: bool = False  # whether it calls back into Python, as one that prints does
+    lines: tuple[str, ...] = ()
 
 
 def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch_axes: Sequence[str]) -> Loss:
@@ -81,8 +87,8 @@ def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch
     for total, weight in zip(outs[::2], outs[1::2], strict=True):
         met = _not_additive(total, weight)
         if met is not None:
-            return Loss(met, frozenset(reader.sends))
-    return Loss(None, frozenset(reader.sends))
+            return Loss(met, frozenset(reader.sends), tuple(reader.lines))
+    return Loss(None, frozenset(reader.sends), tuple(reader.lines))
 
 
 def _not_additive(total: State, weight: State) -> Met | None:
@@ -129,7 +135,7 @@ def _literal(few: Any, many: Any) -> Whole:
 
 
 class _LossReader:
-    """Follows both programs; `sends` collects the batch axes over which the loss itself communicates.
+    """Follows both programs; `sends` collects the batch axes over which the loss itself communicates, `lines` where.
 
     It is no `JaxprInterpreter`: the operands, loops and branches of two programs are read together.
     """
@@ -138,6 +144,7 @@ class _LossReader:
         self.examples = examples
         self.batch_axes = batch_axes
         self.sends: set[str] = set()
+        self.lines: list[str] = []
 
     def run(self, few: Any, many: Any, states: Sequence[State], line: str) -> list[State]:
         """What the results of a jaxpr are, of what its constants and arguments are; `line` is that of the call."""
@@ -188,6 +195,8 @@ class _LossReader:
         if axes and (is_of_the_loss or name == "axis_index"):
             # What a loss sends over the batch is its own affair: devices share it, and it is taken for whole.
             self.sends.update(axes)
+            if is_collective:
+                self.lines.append(pair.line)
             return [any_whole(variable) for variable in equation.outvars]
         met = _first_met(operands)
         if is_collective and met is None:

@@ -8,6 +8,7 @@ So do axes that are not Manual: jax 0.10 to 0.12 cannot compile a reduce_scatter
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -25,6 +26,15 @@ def auto_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)  # type: ignore[return-value]
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def set_auto_mesh(mesh: Any) -> AbstractContextManager[Any]:
+    """Sets the mesh with Auto axes if it has others: `jax.set_mesh` of it may surround what is called inside.
+
+    Outside of jit alone, as `jax.set_mesh`.
+    """
+    auto = auto_mesh(mesh)
+    return nullcontext() if auto is mesh else jax.set_mesh(auto)
 
 
 def change_axis_types(tree: Any, mesh: Any) -> Any:

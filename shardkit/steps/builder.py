@@ -107,10 +107,16 @@ def make_train_step(
         donate: whether the new state takes the memory of the old state, which you cannot use afterwards. With False,
             memory holds both, and you may use arrays of one state in another.
         examples: "apart": the loss is a sum over examples, and so the same on every mesh. The first call of the step
-            refuses a loss that mixes examples, such as negatives or statistics of the batch without a collective. It
-            does not check a loss that sends over an axis of the batch, nor a pipeline. It warns of metrics that mix
-            examples. "mixed": the loss may mix the examples of one device (with `accumulate`, of one microbatch), as
-            in a norm over the batch of each device. The loss of the step is then the mean over the devices.
+            refuses a loss that mixes examples, such as negatives or statistics of the batch without a collective. Where
+            its trace does not tell, it compares the loss of two devices' examples with the losses of each, also of
+            planted numbers such as NaN; if the loss has a while loop, of the first batch alone. It warns of metrics
+            that mix examples. If the loss sends over an axis of the batch, it computes the loss of the whole batch on
+            one device too, and warns if that is another number. Not checked are a pipeline, and a loss that calls
+            Python, as by `jax.pure_callback`, `jax.experimental.io_callback` or `jax.debug.print`. Nor is a loss that
+            sends and draws random numbers by the index of the device, gets microbatches, runs in several processes, or
+            needs more than 1 GiB for the whole batch. "mixed": the loss may mix the examples of one device (with
+            `accumulate`, of one microbatch), as in a norm over the batch of each device. The loss of the step is then
+            the mean over the devices.
         check: whether the first call also refuses a program if `sk.lint` finds wrong numbers or a deadlock in it, such
             as one dropout mask for the columns of all devices. False leaves out all checks of the first call.
 

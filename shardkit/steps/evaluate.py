@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, mesh_in_context
 from shardkit._arguments.typed import ARRAYS, check_kind, typed
+from shardkit._jax import compat
 from shardkit.on_device.batch import batch_specs, example_axes
 from shardkit.on_device.gradient import LossFn, takes_carried
 from shardkit.on_device.local_step import local_means, note_split_leaf
@@ -23,13 +22,13 @@ from shardkit.on_device.pipelines import Staged
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipelines.stages import fit_plan
-from shardkit.plans.axis_types import auto_mesh, change_axis_types, wrap_for_explicit_axes
+from shardkit.plans.axis_types import auto_mesh, change_axis_types, set_auto_mesh, wrap_for_explicit_axes
 from shardkit.plans.manual import JitByLayouts, manual_axes, record_automatic_splits
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_storage, pad_leaves
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
-from shardkit.steps.examples import Examples, find_mixed
+from shardkit.steps.examples import Examples, Mixed, find_mixed, read_traces
 from shardkit.steps.first_call import warn_of_metrics
 from shardkit.steps.state import TrainState, call_initializer, is_initializer
 from shardkit.steps.state_layouts import attach_shardings, shardings
@@ -55,7 +54,7 @@ class Evaluate:
         plan: Plan,
         mesh: Any,
         manual: tuple[str, ...],
-        find_mixed: Callable[[Any, Any, Any], dict[str, str]],
+        find_mixed: Callable[[Any, Any, Any], list[Mixed]],
     ):
         self._run = run
         self._find_mixed = find_mixed
@@ -79,7 +78,7 @@ class Evaluate:
 
     def _check_first(self, params: Any, batch: Any, carried: Any) -> None:
         """Warns at the first call with numbers of a loss or metrics in which examples meet."""
-        if self._is_first and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch))):
+        if self._is_first and not compat.is_tracing():
             self._is_first = False
             warn_of_metrics("evaluate", self._find_mixed(params, batch, carried), stacklevel=4)
 
@@ -124,7 +123,8 @@ def make_eval_step(
     Returns:
         An Evaluate. Its metrics are "loss", "weight" and the auxiliary means, float32. Pass `state.carried` if the loss
             takes carried state. Its first call warns of a loss or a metric that mixes examples, such as the root of
-            their mean, because each device computes it of its own examples.
+            their mean, because each device computes it of its own examples. It does not check a loss that calls Python
+            or sends over an axis of the batch.
 
     Raises:
         ValueError: as `make_train_step`. From `evaluate`, for parameters that another plan pads or stores in the order
@@ -185,20 +185,25 @@ def make_eval_step(
         out = None if callers_mesh is mesh else NamedSharding(callers_mesh, _REPLICATED)
         return jax.jit(wrap_for_explicit_axes(partial(evaluate, plan), callers_mesh), out_shardings=out)
 
-    def find_mixed_examples(params: Any, batch: Any, carried: Any) -> dict[str, str]:
+    def find_mixed_examples(params: Any, batch: Any, carried: Any) -> list[Mixed]:
         if isinstance(loss_fn, Staged):
-            return {}
-        # jax.set_mesh of a mesh with Explicit axes may surround the call.
-        with jax.set_mesh(mesh) if mesh is not callers_mesh else nullcontext():
-            if mesh is not callers_mesh:
-                params, batch, carried = change_axis_types((params, batch, carried), mesh)
-            examples = split_examples(params, carried)
-            try:
-                return find_mixed(examples, params, batch, key=None)
-            except (TypeError, ValueError):
-                # The loss has run, and cannot be traced for twice as many examples: it is written for so many on each
-                # device, and so for this mesh alone.
-                return {}
+            return []
+        try:
+            with set_auto_mesh(callers_mesh):
+                if mesh is not callers_mesh:
+                    params, batch, carried = change_axis_types((params, batch, carried), mesh)
+                return compare_examples(params, batch, carried)
+        except Exception:
+            # The metrics are there, and a warning is all that could follow. A loss that is written for so many examples
+            # on each device cannot be traced for twice as many, and the memory may not suffice for these.
+            return []
+
+    def compare_examples(params: Any, batch: Any, carried: Any) -> list[Mixed]:
+        examples = split_examples(params, carried)
+        if not examples.are_split:
+            return []
+        readings = read_traces(examples, params, batch, key=None)
+        return find_mixed(examples, readings, params, batch, key=None)
 
     def split_examples(params: Any, carried: Any) -> Examples:
         first_plan = plan if all_manual else record_automatic_splits(plan, params, axes)
@@ -210,9 +215,8 @@ def make_eval_step(
             entered = [state.enter(carried, policy)] if reads else []
             return terms_by_name(local_means(loss_fn, weights, batch, placement, policy, *entered, local=local))
 
-        has_16_bits = bool(jnp.finfo(policy.compute).bits < 32)
         axes_of_examples = example_axes(placement.batch)
-        return Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, has_16_bits, compute)
+        return Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, compute)
 
     all_manual = set(axes) == set(mesh.axis_names)
     run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)

@@ -5,6 +5,15 @@ so it does with each metric. Most are seen to add over their examples in their t
 compiles and runs nothing. Where the trace does not tell, the loss of the examples of two devices together is compared
 with those of both, with the numbers of the first batch and with others in their place, as NaN: a guard such as
 `jnp.where(jnp.isnan(loss), 0, loss)` is the same on every mesh until the first NaN.
+
+Not compared:
+
+- a program that calls back into Python or has another effect: it would be called with numbers that no batch has;
+- what is called inside of another jit, which has no numbers yet;
+- a loss or metric that sends over an axis of the batch itself: `whole_batch.py` compares it with one device.
+
+A program with a `while` is compared with the numbers of the first batch alone: a loop that a float ends may never end
+on others.
 """
 
 from __future__ import annotations
@@ -19,8 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardkit._jax import compat
 from shardkit._jax.compat import varying_axes
 from shardkit._jax.dependence import without_unused
+from shardkit._jax.jaxprs import walk
 from shardkit.collectives import all_reduce, shift, vary
 from shardkit.on_device.additive import Loss, read_loss
 from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch
@@ -30,6 +41,9 @@ from shardkit.plans.plan import Placement
 # The largest difference, as a share of the losses, that is taken for rounding: of float32, and of 16 bits.
 ROUNDING = 2e-5
 ROUNDING_16_BITS = 1e-2
+# Smaller losses are compared as if they were so large: one that is nearly zero is a difference of larger numbers, and
+# has their rounding.
+_SMALLEST = 1e-2
 
 
 class WrongProgramError(ValueError):
@@ -46,7 +60,6 @@ class Examples(NamedTuple):
         manual: the axes that are Manual.
         axes: the mesh axes that split the examples.
         parts: of a device's examples, as microbatches.
-        has_16_bits: whether it is computed with 16 bits.
         compute: `compute(params, carried, batch, keys)`, the terms of the loss and of each metric by name, in
             shard_map.
     """
@@ -57,13 +70,17 @@ class Examples(NamedTuple):
     manual: tuple[str, ...]
     axes: tuple[str, ...]
     parts: int
-    has_16_bits: bool
     compute: Callable[[Any, Any, Any, Any], dict[str, tuple[Any, ...]]]
 
     @property
     def devices(self) -> int:
         """Among how many devices the examples are split."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def are_split(self) -> bool:
+        """Whether there are several devices or microbatches; else all examples meet as they should."""
+        return self.devices * self.parts > 1
 
     def map_devices(self, on_device: Callable[..., Any], batch: Any, keys: PartitionSpec, out: PartitionSpec) -> Any:
         """`on_device(params, carried, batch, keys)` on every device."""
@@ -78,49 +95,91 @@ class Examples(NamedTuple):
         )
 
 
-def find_mixed(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> dict[str, str]:
-    """How examples meet in the loss and in metrics that do not add over them, by name: the middle of a sentence.
+class Mixed(NamedTuple):
+    """A loss or a metric in which examples meet.
 
-    `key` is the run's; None for an evaluation, which has none. If the loss does not add, the metrics are not compared.
-
-    Not checked: what sends over an axis of the batch itself. Where the trace does not tell, nor are losses that call
-    back into Python, which would print twice, and steps inside of another jit.
+    Attributes:
+        name: "loss", or the path of the metric in the auxiliary values.
+        met: how they meet, and the line.
+        comparison: what follows from it.
+        numbers: of which numbers, as the end of a clause; "" for those of the first batch.
+        parts: the parts of a device's examples.
     """
-    if examples.devices * examples.parts == 1:
-        return {}
-    readings = read_traces(examples, params, batch, key)
-    runs_later = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch)))
-    suspects: dict[str, Met] = {}
-    for name, reading in readings.items():
-        if reading.met is not None and not (reading.sends or reading.acts or runs_later):
-            suspects[name] = reading.met
-    if not suspects:
-        return {}
+
+    name: str
+    met: Met
+    comparison: LossComparison
+    numbers: str
+    parts: int
+
+    def describe(self) -> str:
+        """Where examples meet, and what follows: the middle of a sentence."""
+        place = f" at {self.met.line}" if self.met.line else ""
+        two = "two microbatches" if self.parts > 1 else "two devices"
+        subject = "the loss" if self.name == "loss" else "that"
+        return (
+            f"because each device computes that of its own; {self.met.how}{place}, so {subject} of the examples of "
+            f"{two} is {self.comparison.together:.6g}{self.numbers}, and not the mean of theirs, "
+            f"{self.comparison.apart:.6g}"
+        )
+
+
+class Readings(NamedTuple):
+    """What the traces tell.
+
+    Attributes:
+        losses: of the loss and of each metric by name.
+        jaxpr: the program for the examples of a device.
+        calls_python: whether it calls back into Python, or has another effect.
+        loops: whether it has a loop that numbers may end.
+        has_16_bits: whether it computes with 16 bits or fewer, by `precision=` or by itself.
+    """
+
+    losses: dict[str, Loss]
+    jaxpr: Any
+    calls_python: bool
+    loops: bool
+    has_16_bits: bool
+
+    def suspects(self) -> dict[str, Met]:
+        """Where examples may meet, by name, in what does not send over an axis of the batch itself."""
+        suspects: dict[str, Met] = {}
+        for name, loss in self.losses.items():
+            if loss.met is not None and not loss.sends:
+                suspects[name] = loss.met
+        return suspects
+
+
+def rounding_of(readings: Readings) -> float:
+    """The largest difference of two losses, as a share of them, that is taken for rounding."""
+    return ROUNDING_16_BITS if readings.has_16_bits else ROUNDING
+
+
+def find_mixed(examples: Examples, readings: Readings, params: Any, batch: Any, key: jax.Array | None) -> list[Mixed]:
+    """The loss and the metrics in which examples meet. If the loss is one of them, the metrics are not compared.
+
+    `key` is the run's; None for an evaluation, which has none.
+    """
+    suspects = readings.suspects()
+    if not suspects or readings.calls_python or compat.is_tracing():
+        return []
     compare = make_comparison(examples, batch, list(suspects))
-    rounding = ROUNDING_16_BITS if examples.has_16_bits else ROUNDING
-    mixed: dict[str, str] = {}
-    for when, nearby, planted in _COMPARISONS:
-        if "loss" in mixed or len(mixed) == len(suspects):
+    rounding = rounding_of(readings)
+    numbers: Sequence[tuple[str, bool, Planted]] = _NUMBERS
+    if readings.loops:
+        numbers = _NUMBERS[:1]
+    found: dict[str, Mixed] = {}
+    for words, nearby, planted in numbers:
+        if "loss" in found or len(found) == len(suspects):
             break
         comparisons = compare(perturb(params) if nearby else params, key, planted)
         for name, comparison in comparisons.items():
-            if name not in mixed and comparison.gap > rounding:
-                mixed[name] = _describe(name, suspects[name], comparison, when, examples.parts)
-    return mixed
+            if name not in found and comparison.gap > rounding:
+                found[name] = Mixed(name, suspects[name], comparison, words, examples.parts)
+    return list(found.values())
 
 
-def _describe(name: str, met: Met, comparison: LossComparison, when: str, parts: int) -> str:
-    """Where examples meet, and what follows."""
-    place = f" at {met.line}" if met.line else ""
-    two = "two microbatches" if parts > 1 else "two devices"
-    subject = "the loss" if name == "loss" else "that"
-    return (
-        f"because each device computes that of its own; {met.how}{place}, so {subject} of the examples of {two} is "
-        f"{comparison.together:.6g}{when}, and not the mean of theirs, {comparison.apart:.6g}"
-    )
-
-
-def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> dict[str, Loss]:
+def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> Readings:
     """What the trace tells of the loss and of each metric, for the examples of a device and for twice as many."""
     count = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
     size = count // (examples.devices * examples.parts)
@@ -149,14 +208,26 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
         of_examples = number >= number_of_state and variable.aval.ndim
         states.append(Rows(0) if of_examples else any_whole(variable))
     names = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of_many)]
-    readings = {}
+    losses = {}
     for name, shapes in shapes_of_many.items():
         if shapes != shapes_of_few[name]:
             continue  # an array with an entry for each example: nothing that one device would compute alike
         used = [other == name for other in names]  # what another metric sends is its own affair
-        reading = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
-        readings[name] = reading._replace(acts=bool(many.effects))
-    return readings
+        losses[name] = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
+    calls_python = False
+    loops = False
+    has_16_bits = False
+    for site in walk(few.jaxpr):
+        calls_python |= compat.calls_python(site.equation)
+        loops |= site.name == "while"
+        has_16_bits |= any(_has_16_bits(variable) for variable in site.equation.outvars)
+    return Readings(losses, few.jaxpr, calls_python, loops, has_16_bits)
+
+
+def _has_16_bits(variable: Any) -> bool:
+    """Whether a variable is of floats of 16 bits or fewer."""
+    dtype = getattr(variable.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 @jax.jit
@@ -189,8 +260,8 @@ class Planted(IntEnum):
     NOT_A_NUMBER = 4
 
 
-# In turn: what the sentence says of it, whether the parameters are others nearby, and what is planted.
-_COMPARISONS = (
+# In turn: what the sentence says of the numbers, whether the parameters are others nearby, and what is planted.
+_NUMBERS = (
     ("", False, Planted.NOTHING),
     (" at parameters nearby", True, Planted.NOTHING),
     (" where those of one are an eighth", False, Planted.SMALL),
@@ -237,7 +308,7 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
 
         def sum_terms(part: Any) -> dict[str, jax.Array]:
             terms = examples.compute(params, carried, *part)
-            return {name: _sum_parts(terms[name], axes) for name in names}
+            return {name: sum_means(terms[name], axes) for name in names}
 
         apart = jax.lax.map(sum_terms, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
         together = sum_terms(both)
@@ -268,13 +339,13 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
 def _find_largest_gap(sums: jax.Array) -> jax.Array:
     """A LossComparison, of sums of the two parts and of both together `[device, 3, mean, 2]`."""
     first, second, both = jnp.moveaxis(sums, 1, 0)
-    apart = _divide(first + second)
-    together = _divide(both)
+    apart = read_means(first + second)
+    together = read_means(both)
     is_same = (apart == together) | (jnp.isnan(apart) & jnp.isnan(together))
     difference = jnp.sum(jnp.where(is_same, 0.0, jnp.abs(apart - together)), axis=-1)
     # Of several means, one that is NaN on both sides says nothing of the rounding of the others.
-    sizes = sum(jnp.abs(_divide(x)) for x in (first, second, both))
-    size = jnp.sum(jnp.where(is_same, 0.0, sizes), axis=-1)
+    sizes = sum(jnp.abs(read_means(x)) for x in (first, second, both))
+    size = jnp.maximum(jnp.sum(jnp.where(is_same, 0.0, sizes), axis=-1), _SMALLEST)
     gap = jnp.where(difference == 0, 0.0, jnp.nan_to_num(difference / size, nan=jnp.inf))
     worst = jnp.argmax(gap)
     return jnp.stack([apart[worst].sum(), together[worst].sum(), gap[worst]])
@@ -316,8 +387,8 @@ def _take_from_neighbor(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.random.wrap_key_data(shift(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
 
 
-def _sum_parts(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
-    """Totals and weights, `[mean, 2]`, summed over the devices that have parts of the same examples."""
+def sum_means(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
+    """Totals and weights, `[mean, 2]`, summed over the devices; those along `axes` keep their own."""
     pairs = []
     for mean in means:
         part_axes = tuple(sorted(varying_axes(mean.total) - set(axes)))
@@ -330,8 +401,8 @@ def _sum_parts(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
     return jnp.concatenate(pairs)
 
 
-def _divide(sums: jax.Array) -> jax.Array:
-    """The means of each device, from totals and weights `[device, mean, 2]`."""
+def read_means(sums: jax.Array) -> jax.Array:
+    """The means, from their totals and weights in the last dim."""
     total = sums[..., 0]
     weight = sums[..., 1]
     return total / jnp.where(weight == 0, 1, weight)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from shardkit._jax import compat
+from shardkit.meshes.rng import step_key
 from shardkit.on_device.advice import Unintended, warn_of
 from shardkit.on_device.batch import example_axes
 from shardkit.on_device.local_step import local_terms
 from shardkit.on_device.pipelines import Staged
 from shardkit.on_device.seam import enter
-from shardkit.plans.axis_types import change_axis_types
+from shardkit.plans.axis_types import change_axis_types, set_auto_mesh
 from shardkit.plans.manual import record_automatic_splits
-from shardkit.steps.carry import Carried
-from shardkit.steps.examples import Examples, WrongProgramError, find_mixed
+from shardkit.plans.storage import unpadded
+from shardkit.steps.carry import Carried, first_carried
+from shardkit.steps.examples import Examples, Mixed, Readings, WrongProgramError, find_mixed, read_traces
 from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
+from shardkit.steps.whole_batch import LossOfWholeBatch, can_be_whole, compute_whole_batch, make_mesh_of_one, move
 
 Arguments = tuple[TrainState, jax.Array, Any]
 
@@ -36,33 +38,73 @@ class FirstCall:
     steps: int | None  # in one call, or None where the batch is that of one step
     mixed: bool  # whether examples of one device may meet
 
-    def __call__(self, traced: jax.stages.Traced, args: Arguments) -> None:
+    def __call__(self, traced: jax.stages.Traced, args: Arguments) -> LossOfWholeBatch | None:
         """Refuses a program that breaks a rule, or whose loss mixes examples; warns of what is unintended.
+
+        Returns:
+            What the loss of the step must be, where its loss sends over an axis of the batch.
 
         Raises:
             WrongProgramError: either; names the line of the loss.
         """
         check_rules(traced, args)
-        if not self.mixed:
-            # jax.set_mesh of a mesh with Explicit axes may surround the call.
-            of_explicit_axes = self.program.mesh is not self.mesh
-            with jax.set_mesh(self.program.mesh) if of_explicit_axes else nullcontext():
-                self._check_examples(args)
+        expected = None
+        if not self.mixed and not compat.is_tracing():
+            with set_auto_mesh(self.mesh):
+                expected = self._check_examples(args)
         warn_of(traced.jaxpr.jaxpr, stacklevel=3)
+        return expected
 
-    def _check_examples(self, args: Arguments) -> None:
-        """Refuses a loss in which examples meet, and warns of such metrics. A pipeline's loss is not checked."""
+    def _check_examples(self, args: Arguments) -> LossOfWholeBatch | None:
+        """Refuses a loss in which examples meet, and warns of such metrics. A pipeline's loss is not checked.
+
+        A loss that sends over an axis of the batch is computed for one device, and returned.
+        """
         if isinstance(self.program.grad_fn, Staged):
-            return
+            return None
         program, state, key, batch = self._take_first_step(args)
-        mixed = find_mixed(_split_examples(program, state, batch), state.params, batch, key)
-        if "loss" in mixed:
-            raise WrongProgramError(
-                f"step: the loss must add over its examples, {mixed['loss']}. Return sk.Mean(total, weight) of sums "
-                "over examples, send what other examples need, as sk.all_gather does, or pass make_train_step(..., "
-                "examples='mixed') if each device's own examples are meant to meet."
-            )
+        examples = _split_examples(program, state, batch)
+        if not examples.are_split:
+            return None
+        readings = read_traces(examples, state.params, batch, key)
+        mixed = find_mixed(examples, readings, state.params, batch, key)
+        for loss_or_metric in mixed:
+            if loss_or_metric.name == "loss":
+                raise WrongProgramError(
+                    f"step: the loss must add over its examples, {loss_or_metric.describe()}. Return sk.Mean(total, "
+                    "weight) of sums over examples, send what other examples need, as sk.all_gather does, or pass "
+                    "make_train_step(..., examples='mixed') if each device's own examples are meant to meet."
+                )
         warn_of_metrics("step", mixed, stacklevel=5)
+        if not can_be_whole(examples, readings, state, batch):
+            return None
+        try:
+            return self._compute_whole_batch(program, examples, readings, state, key, batch)
+        except Exception:
+            # A warning is all that could follow. A loss that is written for so many devices, or so many examples on
+            # each, cannot be traced for one device, and its memory may not suffice for the whole batch.
+            return None
+
+    def _compute_whole_batch(
+        self,
+        program: TrainProgram,
+        examples: Examples,
+        readings: Readings,
+        state: TrainState,
+        key: jax.Array,
+        batch: Any,
+    ) -> LossOfWholeBatch | None:
+        """What the loss must be, from one device along the axes of the examples."""
+        mesh = make_mesh_of_one(examples)
+        params, carried = unpadded((state.params, state.carried))
+        key = step_key(key, state.step)
+        with jax.set_mesh(mesh):
+            params = move(params, program.plan.placement(params, mesh).at_rest, mesh)
+            if carried is not None:
+                carried = first_carried(carried, params, mesh, program.plan)
+            on_one = state._replace(params=params, carried=carried)
+            whole = _split_examples(replace(program, mesh=mesh), on_one, batch)
+            return compute_whole_batch(whole, readings, params, batch, key)
 
     def _take_first_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:
         """The program, and the arguments of its first step, on the mesh with Auto axes."""
@@ -96,18 +138,25 @@ def _split_examples(program: TrainProgram, state: TrainState, batch: Any) -> Exa
         program.manual,
         example_axes(placement.batch),
         program.microbatches.for_batch(batch, placement).parts,
-        bool(jnp.finfo(program.policy.compute).bits < 32),
         compute,
     )
 
 
-def warn_of_metrics(where: str, mixed: Mapping[str, str], stacklevel: int) -> None:
-    """Warns of metrics in which examples meet; an error would end a training run whose parameters are right."""
-    for name, how in mixed.items():
-        subject = "the loss" if name == "loss" else f"the metric {name!r}"
+def warn_of_metrics(where: str, mixed: Sequence[Mixed], stacklevel: int) -> None:
+    """Warns of metrics in which examples meet, once for each line where they do.
+
+    An error would end a training run whose parameters are right.
+    """
+    by_line: dict[str, list[Mixed]] = {}
+    for metric in mixed:
+        by_line.setdefault(metric.met.line, []).append(metric)
+    for metrics in by_line.values():
+        first = metrics[0]
+        subject = "the loss" if first.name == "loss" else f"the metric {first.name!r}"
+        more = f" (and {len(metrics) - 1} more of that line)" if len(metrics) > 1 else ""
         warnings.warn(
-            f"{where}: {subject} must add over its examples, {how}. Return sk.Mean(total, weight) of sums over "
-            "examples, or compute it from such means after the call.",
+            f"{where}: {subject}{more} must add over its examples, {first.describe()}. Return sk.Mean(total, weight) "
+            "of sums over examples, or compute it from such means after the call.",
             Unintended,
             stacklevel=stacklevel,
         )

@@ -55,7 +55,7 @@ class Step:
         *,
         ends: dict[str, bool],
         check: Callable[[Any], None] | None = None,
-        first: Callable[[Any, tuple[Any, Any, Any]], None] | None = None,
+        first: Callable[[Any, tuple[Any, Any, Any]], Any] | None = None,
         plan: Plan | None = None,
         mesh: Any = None,
         manual: Any = None,
@@ -75,15 +75,18 @@ class Step:
         """The next state, and the metrics by name."""
         self._check_newest(state)
         args = self._arguments(state, batch)
+        expected = None
         try:
             if self._first:  # before anything runs
-                self._first(self._run.trace(*args), args)
-                if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):  # else numbers come later
+                expected = self._first(self._run.trace(*args), args)
+                if not compat.is_tracing():  # else numbers come later
                     self._first = None
             new, metrics = self._run(*args)
         except (TypeError, ValueError):
             _check_batch(batch)
             raise
+        if expected is not None:
+            expected.compare(metrics)
         new = new._replace(key=state.key)
         if self.ends["stop"] and not metrics["finite"]:
             self._stop(new, metrics)

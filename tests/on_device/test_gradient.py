@@ -178,7 +178,8 @@ def test_total_and_weight_must_vary_alike(mesh4):
 
 def test_a_loss_reduced_by_its_author_is_taken_as_it_is(mesh4):
     grad_fn = sk.value_and_grad(lambda w, c, keys: sk.all_reduce(jnp.sum(w * c), "data", op="mean"))
-    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
+    job = {"mesh": mesh4, "plan": sk.dp("data"), "examples": "mixed"}  # a sum, of which the mean over devices is meant
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), **job)
     state, metrics = step(init(W, jax.random.key(0)), COEFFICIENTS)
     assert (float(state.params), float(metrics["loss"])) == (1.0 - 70.0, 70.0)
 

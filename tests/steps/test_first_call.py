@@ -290,6 +290,46 @@ def test_an_evaluation_says_what_mixes(plan, axis_type):
     without_a_word(evaluate(gathered), params, batch)
 
 
+# What alone finds planted numbers in a loop that the numbers end: on these it may never end.
+def test_a_loop_is_compared_with_the_first_batch_alone():
+    def loop(loss):
+        def looped(params, batch, keys):
+            halved = jax.lax.while_loop(lambda x: jnp.any(x > 1), lambda x: x / 2, jnp.abs(batch["x"]))
+            return loss(params, batch | {"x": batch["x"] + 0 * halved}, keys)
+
+        return looped
+
+    without_a_word(*stepped(loop(guarded), local=True))
+    assert "the examples decide when a loop ends" in refused(loop(contrastive), local=True)
+
+
+# What alone finds a callback that is called with the examples of two devices, or with planted ones.
+@pytest.mark.parametrize("callback", [jax.pure_callback, jax.experimental.io_callback])
+def test_a_loss_that_calls_python_is_not_compared(callback):
+    shapes = set()
+
+    def note(x):
+        shapes.add(x.shape)
+        return x
+
+    def called(params, batch, keys):
+        x = callback(note, jax.ShapeDtypeStruct(batch["x"].shape, batch["x"].dtype), batch["x"])
+        return ordered(params, batch | {"x": jax.lax.stop_gradient(x)}, keys)
+
+    step, state, batch = stepped(called, local=True)
+    jax.block_until_ready(without_a_word(step, state, batch))
+    assert shapes == {(4, 4)}
+
+
+# What alone finds a loss near 0 whose rounding is a large share of it.
+def test_a_loss_of_rounding_alone():
+    def loss(params, batch, keys):
+        error = 1e-3 * errors(params, batch).mean(-1)
+        return sk.Mean(jnp.sort(error).sum() - error.sum(), len(error))
+
+    without_a_word(*stepped(loss))
+
+
 # What alone finds that a metric that is sent hides a loss that mixes.
 def test_what_a_metric_sends_is_its_own_affair():
     def loss(params, batch, keys):
@@ -298,12 +338,139 @@ def test_what_a_metric_sends_is_its_own_affair():
     assert "pairs every example with every other" in refused(loss)
 
 
+def without_place(params, batch, keys):
+    """The negatives of all devices, among which each takes its own examples for the first."""
+    y = sk.all_gather(batch["y"], "data")
+    logits = jax.nn.log_softmax((batch["x"] @ params["w"] @ y.T).astype(jnp.float32))
+    return sk.Mean.of(-logits[jnp.arange(len(logits)), jnp.arange(len(logits))])
+
+
+def is_said_of_one_device(told):
+    """The two losses that the only warning names."""
+    (warning,) = told
+    found = re.fullmatch(
+        r"step: test_first_call.py:\d+ \(\w+\): the loss, which sends over 'data' here, must be the same on every "
+        r"mesh; it is ([\d.]+) on this one, and ([\d.]+) where one device has the whole batch. Find the place of a "
+        r"device's own examples among all by sk.axis_index, and sum over all devices what counts or divides, or pass "
+        r"make_train_step\(..., examples='mixed'\) if each device is meant to compute what it does, as with a capacity "
+        r"of each device in a mixture of experts.",
+        str(warning.message),
+    )
+    assert warning.filename == __file__
+    return [float(number) for number in found.groups()]
+
+
+# What alone finds a loss that sends, and is another number on each mesh: its trace shows nothing wrong.
+@pytest.mark.parametrize("way", ["dp", "fsdp", "bf16", "several steps", "manual"])
+@pytest.mark.filterwarnings("ignore:step. .*all do the same work")
+def test_a_loss_that_sends_is_compared_with_one_device(way):
+    options = WAYS.get(way, {})
+    step, state, batch = stepped(without_place, **options)
+    if way == "manual":  # other axes are left to the partitioner
+        without_a_word(step, state, batch)
+        return
+    with pytest.warns(UserWarning, match="where one device has the whole batch") as told:
+        state, metrics = step(state, batch)
+    of_mesh, of_one = is_said_of_one_device(told)
+    np.testing.assert_allclose(np.ravel(metrics["loss"])[0], of_mesh, rtol=1e-5)
+    rtol = 1e-2 if way == "bf16" else 1e-5
+    np.testing.assert_allclose(np.asarray(contrastive(PARAMS, BATCH, None).total) / 16, of_one, rtol=rtol)
+    without_a_word(step, state, batch)
+    step, state, batch = stepped(gathered, **options)
+    without_a_word(step, state, batch)
+
+
+def test_a_loss_that_sends_is_not_compared_where_it_is_meant_or_cannot_be():
+    def in_four(params, batch, keys):  # one device cannot send to device 3
+        moved = jax.lax.ppermute(batch["y"], "data", [(0, 1), (1, 2), (2, 3), (3, 0)])
+        return right(params, batch | {"y": moved}, keys)
+
+    def with_noise(params, batch, keys):
+        noise = jax.random.normal(sk.fold_axis(jax.random.key(1), "data"), batch["x"].shape)
+        scale = jax.lax.stop_gradient(sk.all_reduce(jnp.sum(batch["y"] ** 2), "data"))
+        return sk.Mean.of(scale * errors(params, batch | {"x": batch["x"] + noise}))
+
+    without_a_word(*stepped(without_place, examples="mixed"))
+    without_a_word(*stepped(without_place, check=False))
+    without_a_word(*stepped(in_four))
+    without_a_word(*stepped(with_noise))
+
+
+# What alone finds carried state, padding or Explicit axes that keep a loss from being computed on one device.
+def test_a_loss_that_sends_on_other_meshes():
+    def with_carried(params, batch, keys, carried):
+        return without_place(params, batch | {"x": batch["x"] + carried["w"][:, :1].T}, keys)
+
+    mesh = sk.make_mesh(jax.devices()[:4], axis_types=AxisType.Explicit, data=4)
+    batch = sk.shard(BATCH, mesh, jax.P("data"))
+    padded = {"plan": sk.fsdp("data", min_size=1, uneven="pad", rules=lambda path, shape: 1)}
+    for train in (stepped(with_carried, carried=PARAMS, **padded), stepped(without_place, batch, mesh=mesh)):
+        with pytest.warns(UserWarning) as told:
+            train[0](*train[1:])
+        is_said_of_one_device(told)
+
+
+# What alone finds numbers near 0 that are compared as shares: normalized advantages add up to nothing.
+def test_a_loss_near_zero_that_sends():
+    def loss(params, batch, keys):
+        advantage = 1e2 * batch["y"][:, 0]
+        mean = sk.all_reduce(jnp.sum(advantage), "data") / 16
+        return sk.Mean.of(advantage - mean)
+
+    without_a_word(*stepped(loss))
+
+
 # What alone finds a trace that uses up the check, so that the first call with numbers goes unseen.
 def test_a_step_inside_of_jit_is_read_and_compared_later():
     step, state, batch = stepped(contrastive)
     assert jax.eval_shape(step, state, batch)[1]["loss"].shape == ()  # no numbers are there to compare
     with pytest.raises(ValueError, match="pairs every example with every other"):
         step(state, batch)
+
+
+def test_what_is_inside_of_jit_has_no_numbers_yet():
+    """Neither with arguments that are constants of it, nor with carried state alone that it passes."""
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = sk.make_mesh(jax.devices()[:4], axis_types=axis_type, data=4)
+        step, state, batch = stepped(contrastive, mesh=mesh)
+        jax.jit(lambda step=step, state=state, batch=batch: step(state, batch)[1])()
+        with pytest.raises(ValueError, match="pairs every example with every other"):
+            step(state, batch)
+
+    def with_carried(params, batch, keys, carried):
+        return contrastive(params, {**batch, "x": batch["x"] - carried}, keys)
+
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    evaluate = sk.make_eval_step(with_carried, mesh=mesh, plan=sk.dp("data"))
+    without_a_word(jax.jit(lambda carried: evaluate(PARAMS, BATCH, carried)), np.ones((1, 4), "f"))
+    with pytest.warns(UserWarning, match="pairs every example with every other"):
+        evaluate(PARAMS, BATCH, np.ones((1, 4), "f"))
+
+
+# What alone finds a metric of each layer that is said once for each.
+def test_metrics_of_one_line_are_said_once():
+    def loss(params, batch, keys):
+        error = errors(params, batch)
+        roots = {f"layer {number}": jnp.sqrt(jnp.mean(number * error)) for number in range(1, 4)}
+        return sk.Mean.of(error), {"roots": roots, "largest": jnp.max(error)}
+
+    step, state, batch = stepped(loss)
+    with pytest.warns(UserWarning) as told:
+        step(state, batch)
+    roots, largest = sorted(str(warning.message) for warning in told)[::-1]
+    assert roots.startswith("step: the metric 'roots.layer 1' (and 2 more of that line) must add over its examples")
+    assert largest.startswith("step: the metric 'largest' must add over its examples")
+
+
+# What alone finds an evaluation that fails where only its check does.
+def test_an_evaluation_never_fails_by_its_check():
+    def of_four(params, batch, keys):
+        assert len(batch["x"]) == 4
+        return contrastive(params, batch, keys)
+
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    evaluate = sk.make_eval_step(of_four, mesh=mesh, plan=sk.dp("data"))
+    assert without_a_word(evaluate, PARAMS, BATCH)["loss"] > 0
 
 
 # What alone finds a draw that is the same for the columns of all devices, where nothing runs lint.

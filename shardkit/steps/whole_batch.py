@@ -1,0 +1,184 @@
+"""Whether a loss that sends over an axis of the batch is that of one device with the whole batch.
+
+What devices send each other inside of a loss is its own affair, and its trace does not tell what was meant: a
+contrastive loss that gathers the examples of all devices, and forgets where its own stand among them, is as good a
+program as one that does not. So the loss of the first batch is computed once more, over a mesh with one device along
+the axes of the examples, and compared with the metric of the first step. No gradients are computed for it.
+
+Worked example: four devices have two pairs each, and a loss gathers the eight texts. The image of row 1 on device 2
+belongs to text 5. A loss that takes text 1 for it is 2.9 on this mesh. One device has all pairs, so that row 5 is text
+5 there, and the same loss is 1.4.
+
+Not compared:
+
+- a loss that calls back into Python, and one whose random numbers depend on the device, as by `sk.fold_axis`;
+- microbatches, which have other examples each (`make_train_step` warns of them where a loss sends);
+- meshes of several processes, or with axes that are not Manual;
+- what is larger than `MOST_BYTES`, because one device must hold it beside the state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.interpreter import FactInterpreter
+from shardkit.on_device.advice import Unintended
+from shardkit.on_device.batch import device_keys
+from shardkit.plans.storage import pad_leaves
+from shardkit.steps.examples import Examples, Readings, read_means, sum_means
+from shardkit.steps.state import TrainState
+from shardkit.steps.state_layouts import shardings
+
+MOST_BYTES = 2**30  # of parameters, batch and intermediate arrays, on one device
+# The difference that is taken for rounding, as a share of both losses, and their smallest size. Products of other
+# shapes are summed in another order, and a loss near 0, as one of normalized advantages, is a difference of larger
+# numbers.
+ROUNDING = 1e-3
+SMALLEST = 0.1
+ROUNDING_16_BITS = 1e-2
+SMALLEST_16_BITS = 1.0
+_DRAWS = ("random_bits", "random_gamma", "threefry2x32")
+
+
+class LossOfWholeBatch(NamedTuple):
+    """What the first step's loss must be.
+
+    Attributes:
+        loss: of one device with all examples.
+        line: where the loss sends first.
+        axes: over which it sends.
+        has_16_bits: whether it is computed with 16 bits.
+    """
+
+    loss: float
+    line: str
+    axes: tuple[str, ...]
+    has_16_bits: bool
+
+    def compare(self, metrics: Any) -> None:
+        """Warns if the loss of the first step is another."""
+        loss = float(np.ravel(np.asarray(metrics["loss"], np.float32))[0])
+        if not np.isfinite(loss) or not np.isfinite(self.loss):
+            return
+        size = abs(loss) + abs(self.loss)
+        tolerance = ROUNDING * max(size, SMALLEST)
+        if self.has_16_bits or metrics["loss"].dtype.itemsize < 4:
+            tolerance = ROUNDING_16_BITS * max(size, SMALLEST_16_BITS)
+        if abs(loss - self.loss) <= tolerance:
+            return
+        warnings.warn(
+            f"step: {self.line}: the loss, which sends over {quoted(self.axes)} here, must be the same on every mesh; "
+            f"it is {loss:.6g} on this one, and {self.loss:.6g} where one device has the whole batch. Find the place "
+            "of a device's own examples among all by sk.axis_index, and sum over all devices what counts or divides, "
+            "or pass make_train_step(..., examples='mixed') if each device is meant to compute what it does, as with a "
+            "capacity of each device in a mixture of experts.",
+            Unintended,
+            stacklevel=3,
+        )
+
+
+def make_mesh_of_one(examples: Examples) -> Mesh:
+    """The mesh with its first device alone along the axes that split the examples."""
+    mesh = examples.placement.mesh
+    devices = mesh.devices
+    for dim, axis in enumerate(mesh.axis_names):
+        if axis in examples.axes:
+            devices = devices.take([0], axis=dim)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def move(tree: Any, storage: Any, mesh: Mesh) -> Any:
+    """Arrays in their original form, stored over another mesh."""
+    return jax.device_put(pad_leaves(tree, storage, mesh), shardings(mesh, storage))
+
+
+def can_be_whole(examples: Examples, readings: Readings, state: TrainState, batch: Any) -> bool:
+    """Whether a loss sends over the axes of the batch, and can be compared with that of one device."""
+    mesh = examples.placement.mesh
+    if not readings.losses["loss"].lines or compat.is_tracing():
+        return False
+    if examples.parts > 1 or set(examples.manual) != set(mesh.axis_names):
+        return False
+    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        return False
+    if count_bytes((state.params, state.carried, batch)) > MOST_BYTES:
+        return False
+    return not readings.calls_python and not draws_by_device(readings.jaxpr)
+
+
+def compute_whole_batch(
+    examples: Examples, readings: Readings, params: Any, batch: Any, key: jax.Array
+) -> LossOfWholeBatch | None:
+    """The loss over a mesh on which `params` and the carried state are; None if it takes too much memory.
+
+    `key` is that of the step.
+    """
+
+    def on_device(params: Any, carried: Any, batch: Any, key: jax.Array) -> jax.Array:
+        keys = device_keys(key, batch, examples.placement.batch)
+        return sum_means(examples.compute(params, carried, batch, keys)["loss"], ())
+
+    replicated = NamedSharding(examples.placement.mesh, PartitionSpec())
+    batch, key = jax.device_put((batch, key), replicated)
+    run = examples.map_devices(on_device, batch, PartitionSpec(), PartitionSpec())
+    args = (params, examples.carried, batch, key)
+    compiled = jax.jit(run).lower(*args).compile()
+    memory = compiled.memory_analysis()
+    if memory is not None and memory.temp_size_in_bytes > MOST_BYTES:
+        return None
+    value = float(read_means(compiled(*args)).sum())
+    loss = readings.losses["loss"]
+    return LossOfWholeBatch(value, loss.lines[0], tuple(sorted(loss.sends)), readings.has_16_bits)
+
+
+def count_bytes(tree: Any) -> int:
+    """The size of all arrays of a tree, in bytes."""
+    sizes = [jnp.size(x) * jnp.result_type(x).itemsize for x in jax.tree.leaves(tree)]
+    return sum(sizes)
+
+
+def draws_by_device(jaxpr: Any) -> bool:
+    """Whether random numbers depend on the index of a device along its axes."""
+    reader = _DrawsReader()
+    reader.run(jaxpr, [False] * len(jaxpr.invars))
+    return reader.draws
+
+
+class _DrawsReader(FactInterpreter[bool]):
+    """Follows what depends on the index of a device; `draws` says whether random numbers do."""
+
+    def __init__(self) -> None:
+        self.draws = False
+
+    def constant(self, x: Any) -> bool:
+        """Closed-over arrays are the same on all devices."""
+        return False
+
+    def literal(self, atom: Any) -> bool:
+        """So are literals."""
+        return False
+
+    def join(self, facts: Sequence[bool], variable: Any) -> bool:
+        """What may depend on it does."""
+        return any(facts)
+
+    def shard_map(self, equation: Any, body: Any, operands: list[bool]) -> Sequence[bool]:
+        """As a call."""
+        return self.run(body, operands)
+
+    def equation(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
+        """The results follow from all operands; the index of a device from the device."""
+        name = equation.primitive.name
+        depends = any(operands) or name == "axis_index"
+        if name in _DRAWS and any(operands):
+            self.draws = True
+        return [depends] * len(equation.outvars)
