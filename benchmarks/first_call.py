@@ -2,7 +2,8 @@
 
 The step of the reference transformer on eight simulated devices, compiled as users compile. `step` is the whole first
 call without checks: trace, compile and run. A loss whose trace does not show that it adds is compiled too, twice the
-batch and without gradients: the last row sorts its losses.
+batch and without gradients: "sorted" sorts its losses. One that sends over the batch is compiled for one device,
+without gradients: "sending" sums its total and weight by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PLANS: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
     "dp": ({"data": 8}, lambda: sk.dp("data")),
     "fsdp by layer": ({"data": 8}, lambda: sk.fsdp("data", layerwise=("layers",), min_size=1)),
     "dp, sorted": ({"data": 8}, lambda: sk.dp("data")),
+    "dp, sending": ({"data": 8}, lambda: sk.dp("data")),
 }
 
 
@@ -34,6 +36,9 @@ def seconds(plan: str, layers: int, dim: int, check: bool) -> float:
     model = transformer.loss_fn(config)
 
     def loss(params: Any, batch: Any, keys: Any) -> Any:
+        if plan == "dp, sending":
+            mean, _ = model(params, batch, keys)
+            return sk.Mean(sk.all_reduce(mean.total, "data"), sk.all_reduce(mean.weight, "data"))
         if plan != "dp, sorted":
             return model(params, batch, keys)
 
