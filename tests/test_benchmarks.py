@@ -174,8 +174,8 @@ def test_building_and_instruments_smoke(tmp_path):
 @pytest.mark.deep
 def test_first_call_smoke():
     """Each row's share is that of its own two times, which are those of something that ran."""
-    rows = [line.strip("| ").split(" | ") for line in smoke("first_call", "--smoke").splitlines()[-3:]]
-    assert [plan for plan, *_ in rows] == ["dp", "fsdp by layer", "dp, sorted"]
+    rows = [line.strip("| ").split(" | ") for line in smoke("first_call", "--smoke").splitlines()[-4:]]
+    assert [plan for plan, *_ in rows] == ["dp", "fsdp by layer", "dp, sorted", "dp, sending"]
     for _, plain, checked, share in rows:
         assert float(plain) > 0 and float(checked) > 0
         # Times are printed in hundredths of a second.
