@@ -411,13 +411,14 @@ def test_a_loss_that_sends_on_other_meshes():
 
 
 # What alone finds numbers near 0 that are compared as shares: normalized advantages add up to nothing.
-def test_a_loss_near_zero_that_sends():
+@pytest.mark.parametrize("precision, scale", [("no", 1e2), ("bf16", 1)])
+def test_a_loss_near_zero_that_sends(precision, scale):
     def loss(params, batch, keys):
-        advantage = 1e2 * batch["y"][:, 0]
+        advantage = scale * batch["y"][:, 0]
         mean = sk.all_reduce(jnp.sum(advantage), "data") / 16
         return sk.Mean.of(advantage - mean)
 
-    without_a_word(*stepped(loss))
+    without_a_word(*stepped(loss, precision=precision))
 
 
 # What alone finds a trace that uses up the check, so that the first call with numbers goes unseen.
