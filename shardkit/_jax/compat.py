@@ -307,3 +307,70 @@ def scan_parts(equation: Any) -> tuple[int, int]:
         consts, carry, _ = equation.params["ft_in"].update(equation.invars).unpack()
         return len(list(consts)), len(list(carry))
     return equation.params["num_consts"], equation.params["num_carry"]
+
+
+def parse_hlo(serialized: bytes) -> Any:
+    """The StableHLO of a serialized HloModuleProto, as a module of typed operations."""
+    context = private("interpreters.mlir.make_ir_context")()
+    context.allow_unregistered_dialects = True
+    stablehlo = private("lib._jax").mlir.hlo_to_stablehlo(serialized)
+    with context:
+        return private("lib.mlir.ir").Module.parse(stablehlo)
+
+
+def hlo_dimensions(kind: str, attribute: Any) -> Any:
+    """An attribute of "Gather", "Scatter", "Dot" or "Conv" that names dims, as an object."""
+    dialect = private("lib.mlir.dialects.hlo")
+    return getattr(dialect, f"{kind}DimensionNumbers")(attribute)
+
+
+def hlo_text(attribute: Any) -> str:
+    """The word that an attribute of StableHLO is, as "LT" of a comparison."""
+    dialect = private("lib.mlir.dialects.hlo")
+    for kind in (dialect.ComparisonDirectionAttr, dialect.ComparisonTypeAttr):
+        if kind.isinstance(attribute):
+            return kind(attribute).value
+    return str(attribute)
+
+
+def device_assignment(shardings: Sequence[Any]) -> list[Any]:
+    """The devices of a compiled program, in the order in which its module numbers them, by the shardings of arrays."""
+    for sharding in shardings:
+        if sharding is not None:
+            return list(sharding._device_assignment)
+    raise ValueError("a compiled program must have an argument or a result")
+
+
+def is_hlo_mesh_axes(attribute: Any) -> bool:
+    """Whether groups of devices are named by axes of a mesh, and not listed."""
+    return bool(private("lib.mlir.dialects.hlo").ReplicaGroupMeshAxesAttr.isinstance(attribute))
+
+
+def hlo_channel(attribute: Any) -> int:
+    """The number of a collective's channel."""
+    return int(private("lib.mlir.dialects.hlo").ChannelHandle(attribute).handle)
+
+
+def key_impl(dtype: Any) -> Any:
+    """The implementation of the random numbers of keys of a dtype, as `jax.random.wrap_key_data` takes it."""
+    return dtype._impl
+
+
+def less_in_total_order(x: Any, y: Any) -> Any:
+    """x < y in IEEE's total order, in which -0 is less than 0."""
+    return private("lax.lax.lt_to_p").bind(x, y)
+
+
+def at_most_in_total_order(x: Any, y: Any) -> Any:
+    """x <= y in IEEE's total order."""
+    return private("lax.lax.le_to_p").bind(x, y)
+
+
+def dynamic_slice(x: Any, starts: Sequence[Any], sizes: tuple[int, ...]) -> Any:
+    """A slice at starts that count from the front alone: jax's own function lets negative ones count from the end."""
+    return private("lax.slicing.dynamic_slice_p").bind(x, *starts, slice_sizes=sizes)
+
+
+def dynamic_update_slice(x: Any, update: Any, starts: Sequence[Any]) -> Any:
+    """An array with a slice replaced, at starts that count from the front alone."""
+    return private("lax.slicing.dynamic_update_slice_p").bind(x, update, *starts)

@@ -109,6 +109,7 @@ class Instruction:
         literal: of a constant, its value if it is a whole number.
         config: settings of the backend, as {"known_trip_count": {"n": "12"}}.
         groups: of a collective, the groups of devices; none: all devices together.
+        channel: of a collective, the number that its copies share; 0: none.
         pairs: of a permute, (source, target).
         contracting: of a dot, the dims of the left operand that are summed.
         window: of a convolution, the fields of WindowDimension by number, for each spatial dim.
@@ -130,6 +131,7 @@ class Instruction:
     literal: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     groups: Groups = ()
+    channel: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
     contracting: tuple[int, ...] = ()
     window: tuple[dict[int, int], ...] = ()
@@ -238,6 +240,7 @@ def _read_instruction(data: bytes) -> Instruction:
         direction=text(fields.get(63)),
         pairs=_read_pairs(fields),
         groups=_read_groups(fields),
+        channel=integer(fields, 26),
     )
     if _METADATA in fields:
         metadata = message(fields[_METADATA][0])

@@ -210,7 +210,7 @@ def assert_equal_for_all_inputs(
         with_unused=partial(_run, kernel_with_unused, inputs),
     )
     sides = f"{_name_function(kernel)} and {_name_function(reference)}"
-    return _certify(f"{sides}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)
+    return certify(f"{sides}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)
 
 
 def _run(program: Any, arrays: Sequence[Any], field: Field, seen: Seen | None) -> list[Operand]:
@@ -219,7 +219,7 @@ def _run(program: Any, arrays: Sequence[Any], field: Field, seen: Seen | None) -
     return Interpreter(field, seen=seen).run(program, inputs)
 
 
-def _certify(what: str, shapes: Any, evidence: Evidence) -> Equality:
+def certify(what: str, shapes: Any, evidence: Evidence) -> Equality:
     """The certificate of two programs that were found equal."""
     field = evidence.field
     assumptions = list(ASSUMED)

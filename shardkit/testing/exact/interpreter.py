@@ -212,7 +212,7 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def _compute_known(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """The results of an equation with known operands; comparisons of what follows from floats are noted."""
-        results = compute_known(equation, operands, self.rank, self.field.seed)
+        results = compute_known(equation, operands, self.rank, self.field.seed, self.field.compiled)
         if equation.primitive.name == "random_bits":
             self.field.chances = True
         if equation.primitive.name in _ROUNDED:

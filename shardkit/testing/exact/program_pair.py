@@ -334,7 +334,7 @@ class ProgramPair:
             agree, hint = _agree(field, a, b), _missing_law(field)
             text = self._describe(field, index, a, b)
             if agree:
-                precision = "float32" if _rounds_apart(field) else "float64"
+                precision = "float32" if _rounds_apart(field) or field.compiled else "float64"
                 raise UndecidedError(
                     f"{self.subject}not decided: the {name} is the reference's in {precision} for the inputs that were "
                     f"drawn, but by no law that a proof knows{text}{hint}"
@@ -427,7 +427,7 @@ def _agree(field: Field, x: Exact, y: Exact) -> bool:
     if field.order is not None or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return False
     rounds = _ROUNDS
-    if _rounds_apart(field):
+    if _rounds_apart(field) or field.compiled:
         rounds = _ROUNDS_OF_FLOATS
     elif field.uninterpreted & FACTORS:
         rounds = _ROUNDS_OF_FACTORS

@@ -81,6 +81,7 @@ class Field:
         exps: whether an exp was taken.
         domains: whether a logarithm, or a root, was taken of what may be outside of its domain for other inputs.
         chances: whether random bits of keys were used, which are others in each draw.
+        compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: what was drawn, by name.
         elements: by the name of an input, values that its elements must have in this draw.
@@ -128,6 +129,7 @@ class Field:
         self.exps = False
         self.domains = False
         self.chances = False
+        self.compiled = False
         self.inputs: dict[str, Exact] = {}
         self.centres: tuple[float, ...] = ()
         self.elements: tuple[Element, ...] = ()

@@ -59,12 +59,16 @@ def to_known(x: Any) -> Known:
     return widen(np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)))
 
 
-def compute_known(equation: Any, operands: Sequence[Known], rank: int, draw: int = 0) -> list[Known]:
+def compute_known(
+    equation: Any, operands: Sequence[Known], rank: int, draw: int = 0, real_keys: bool = False
+) -> list[Known]:
     """The results of an equation whose operands are all known, for every device, in a draw of that seed."""
     name = equation.primitive.name
     # A plain select is numpy's where; one of many cases takes its elements by places.
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
+    if name.startswith("random_") and real_keys:
+        return bind_primitive(equation, operands, rank, real_keys=True)
     if name.startswith("random_"):
         words = apply_random(equation, operands, draw)
         if words is not None:

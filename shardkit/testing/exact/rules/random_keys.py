@@ -40,6 +40,11 @@ def make_words(data: np.ndarray) -> np.ndarray:
     return word
 
 
+def split_words(words: np.ndarray) -> np.ndarray:
+    """The data [..., 2] of keys [...], the upper half first."""
+    return np.stack([words >> _HALF, words & _LOW_HALF], -1).astype(np.uint32)
+
+
 def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np.ndarray | None:
     """The result of a primitive of random keys, in a draw of that seed; None for one that has no meaning here."""
     name = equation.primitive.name
@@ -49,7 +54,7 @@ def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np
     if name == "random_wrap":
         return make_words(x)
     if name == "random_unwrap":
-        return np.stack([x >> _HALF, x & _LOW_HALF], -1).astype(np.uint32)
+        return split_words(x)
     if name == "random_clone":
         return x
     if name == "random_fold_in":

@@ -1,0 +1,138 @@
+"""Proves that a compiled program is the one that was traced, or a plain function, for all inputs.
+
+A proof of a traced program ends where the compiler begins, and compilers have dropped sums and exchanged groups of
+devices. Here the optimized module is read back as a function (`stablehlo.py`, `imported.py`) and compared in the same
+fields as any other program. So the statement covers the partitioner and all passes of the compiler, but not the code
+that is generated for an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from shardkit._arguments.checks import at_least
+from shardkit._jax.dependence import without_unused
+from shardkit.testing._compare import UnequalError, describe_shapes
+from shardkit.testing.exact.draws import equal, of_kernels
+from shardkit.testing.exact.equality import Equality, certify, check_floats, describe_array, make_input
+from shardkit.testing.exact.imported import CompiledProgram
+from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.program_pair import UnprovableError
+from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.size import check_size
+from shardkit.testing.exact.stablehlo import UnreadableError
+
+_DRAWS = 8  # of programs that compare floats, about
+
+
+def assert_compiled_equal(
+    function: Any, *args: Any, reference: Callable[..., Any] | None = None, points: int = 3
+) -> Equality:
+    """Proves that the optimized program of a jitted function equals the traced one, for all inputs, exactly.
+
+    It compiles the function for the devices and shardings of `args`, reads the optimized module of all devices, with
+    the collectives that the partitioner and the compiler put in, and runs it with numbers of a finite field in place of
+    floats. Every float of `args` is an unknown; integers, booleans and keys keep their values. All replicas of a result
+    are compared. So you see a sum that the compiler dropped, a group of wrong devices, a slice before its sum. You do
+    not see rounding, nor the machine code of an operation. A compiler computes with constants in float32: where a
+    program multiplies several, as the coefficients of two updates by Adam, the verdict is "not decided".
+
+    Args:
+        function: a function of `jax.jit`, on any shardings, with or without `jax.shard_map` in it.
+        *args: its arguments, pytrees of arrays; small shapes prove as much.
+        reference: a plain function of the same arguments, to compare the compiled program with in place of the traced
+            one.
+        points: the number of random points, as of `assert_equal_for_all_inputs`.
+
+    Returns:
+        Equality: the statement with platform and version of the compiler, and its assumptions; print it.
+
+    Raises:
+        AssertionError: a difference, with the line of the first operation that has a wrong value.
+        TypeError: a function without `trace`.
+        ValueError: no verdict, as of `assert_equal_for_all_inputs`; also an operation of the compiled program that has
+            no meaning as a function of arrays, by its name.
+
+    Cost: compiles once, then seconds on the host for shapes of a few hundred elements.
+
+    Example:
+        >>> x = jax.device_put(np.zeros((8, 2), "f"), NamedSharding(mesh, P("data")))
+        >>> proof = sk.testing.assert_compiled_equal(jax.jit(lambda x: jnp.exp(x).mean(0)), x)
+        >>> proof.points
+        3
+
+    Source: Schwartz, Fast Probabilistic Algorithms for Verification of Polynomial Identities, JACM 1980; jaxlib's own
+        conversion of a compiled module to StableHLO.
+    """
+    where = "assert_compiled_equal"
+    at_least(where, 1, points=points)
+    if not hasattr(function, "trace"):
+        raise TypeError(
+            f"{where}: function must be one of jax.jit, which can be traced and compiled; got "
+            f"{type(function).__name__}. Pass jax.jit(function)."
+        )
+    shapes = jax.tree.map(describe_array, args)
+    check_floats(where, shapes)
+    traced = function.trace(*args)
+    compiled = traced.lower().compile()
+    program = CompiledProgram.of(compiled)
+    leaves = jax.tree.leaves(args)
+    abstract = jax.tree.leaves(shapes)
+    results = jax.tree_util.tree_leaves_with_path(compiled.out_info)
+    expected = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results]
+    side: Any = traced.jaxpr
+    against = "its trace"
+    if reference is not None:
+        side, result = jax.make_jaxpr(reference, return_shape=True)(*shapes)
+        difference = describe_shapes(compiled.out_info, result)
+        if difference:
+            raise UnequalError(f"{where}: the result must have the reference's structure and shapes; {difference}.")
+        against = getattr(reference, "__name__", type(reference).__name__)
+    try:
+        on_devices = program.trace(abstract)
+    except UnreadableError as error:
+        raise UnprovableError(
+            f"{where}: each operation of the compiled program must have a meaning as a function of arrays; "
+            f"{error.operation} has none. Compare floats, or compile for another platform."
+        ) from error
+    cut = jax.make_jaxpr(program.cut_results)(expected)
+    side = without_unused(side)
+    seconds = check_size(where, (on_devices, side), points, _DRAWS)
+    names = []
+    for path, _ in results:
+        names.append(f"result{jax.tree_util.keystr(path)} of each device")
+    sides = partial(_run_compiled, on_devices, leaves), partial(_run_traced, side, cut, leaves)
+    try:
+        evidence = equal(where, f"{where}: ", names, sides, points, of_kernels(seconds))
+    except DiffersError as error:
+        raise UnequalError(
+            f"{where}: each result of the traced program must be one array; {error} differs between devices, so that "
+            "out_specs name an axis too few. Sum or gather it, or pass reference=."
+        ) from error
+    name = getattr(function, "__name__", type(function).__name__)
+    what = f"{name} as compiled on {program.describe_compiler()} and {against}"
+    return certify(what, shapes, evidence)
+
+
+def _make_inputs(field: Field, leaves: Any) -> list[Operand]:
+    # The compiled program holds jax's own random numbers, so the traced one must draw the same.
+    field.compiled = True
+    return [make_input(field, str(number), x) for number, x in enumerate(leaves)]
+
+
+def _run_compiled(program: Any, leaves: Any, field: Field, seen: Seen | None) -> list[Operand]:
+    """The pieces of all devices, as the module computes them."""
+    # A module counts places in 64 bits, as those of random numbers.
+    with jax.enable_x64(True):
+        return Interpreter(field, seen=seen).run(program, _make_inputs(field, leaves))
+
+
+def _run_traced(program: Any, cut: Any, leaves: Any, field: Field, seen: Seen | None) -> list[Operand]:
+    """The pieces of all devices, of what the traced program computes."""
+    run = Interpreter(field, seen=seen).run
+    return run(cut, run(program, _make_inputs(field, leaves)))

@@ -1,0 +1,213 @@
+"""Compiled programs equal what was traced, for all inputs: partitioner programs, shard_maps, and edited modules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import testing
+from shardkit.testing.exact import compiled as compiled_module
+from shardkit.testing.exact.imported import CompiledProgram
+from shardkit.testing.exact.stablehlo import ImportedModule, make_caller
+
+pytestmark = pytest.mark.optimized
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sk.make_mesh(data=4, model=2)
+
+
+def draw(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def put(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def mlp(up, down, x):
+    return jnp.mean((jnp.tanh(x @ up) @ down - x) ** 2)
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+def layer_norm(x, scale):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale[None]
+
+
+def recurrence(x, w):
+    return lax.scan(lambda c, row: (jnp.tanh(c @ w + row), c.sum()), jnp.zeros(4), x)
+
+
+def embed(table, weights):
+    tokens = jnp.asarray([[3, 1], [0, 7], [7, 7], [2, 5]])
+    return (table[tokens] * weights[:, None, :]).sum(1)
+
+
+def constrained(mesh):
+    def apply(x, w):
+        hidden = lax.with_sharding_constraint(jnp.maximum(x @ w, 0), NamedSharding(mesh, P("data", "model")))
+        return hidden.sum(0), hidden.max()
+
+    return apply
+
+
+# Each is a program that the partitioner splits, with the specs of its arguments.
+PROGRAMS = {
+    "two matmuls and their gradients": (
+        jax.grad(mlp, (0, 1)),
+        [(4, 6), (6, 4), (8, 4)],
+        [(None, "model"), ("model",), ("data",)],
+    ),
+    "attention": (attention, [(8, 4), (8, 4), (8, 4)], [("data",), ("model",), (None, "model")]),
+    "a norm along a dim that is split": (layer_norm, [(4, 8), (8,)], [(None, "data"), ("model",)]),
+    "a scan": (recurrence, [(8, 4), (4, 4)], [("data",), (None, "model")]),
+    "a table and its gradient": (
+        lambda t, w: jax.grad(lambda t: embed(t, w).sum())(t),
+        [(8, 4), (4, 4)],
+        [("data",), ()],
+    ),
+    "a sort": (lambda x: (jnp.sort(x, 0), jnp.argsort(-x, 0)), [(8, 2)], [("data",)]),
+    "the largest of each row": (lambda x: lax.top_k(x, 2), [(8, 6)], [("data", "model")]),
+    "the place of the largest": (lambda x: jnp.argmax(x, 0), [(8, 2)], [("data",)]),
+    "a convolution": (
+        lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+        [(4, 8, 4), (3, 4, 4)],
+        [("data", None, "model"), ()],
+    ),
+    "running sums": (lambda x: jnp.cumsum(x, 0), [(8, 2)], [("data",)]),
+    "a transpose": (lambda x: x.T @ x, [(8, 4)], [("data", "model")]),
+    "a branch": (lambda x: lax.cond(x.sum() > 0, jnp.exp, lambda y: -y, x), [(8, 2)], [("data",)]),
+}
+
+
+# proves N49: also behind the compiler
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_the_partitioner_made(name, mesh):
+    """Alone in running each operation of the reader on a program that a compiler made."""
+    function, shapes, specs = PROGRAMS[name]
+    args = [put(mesh, draw(*shape), *spec) for shape, spec in zip(shapes, specs, strict=True)]
+    proof = testing.assert_compiled_equal(jax.jit(function), *args)
+    assert "8 devices (cpu" in proof.what
+
+
+def test_random_numbers_are_those_of_the_keys(mesh):
+    """Catches draws of the trace that are not jax's own, as they are in all other proofs."""
+
+    def drop(x, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    testing.assert_compiled_equal(jax.jit(drop), put(mesh, draw(8, 4), "data"), jax.random.key(3))
+    with pytest.raises(AssertionError):
+        testing.assert_compiled_equal(
+            jax.jit(drop), draw(8, 4), jax.random.key(3), reference=lambda x, key: drop(x, jax.random.key(4))
+        )
+
+
+KERNELS = {
+    "all_reduce": (lambda x: sk.all_reduce(x, "data"), P()),
+    "all_reduce of the minor axis": (
+        lambda x: sk.all_reduce(x * lax.axis_index("model").astype(x.dtype), "model"),
+        P("data"),
+    ),
+    "all_gather": (lambda x: sk.all_gather(x, "data") * 2, P()),
+    "reduce_scatter": (lambda x: sk.reduce_scatter(jnp.tile(x, (4, 1)), "data"), P("data")),
+    "all_to_all": (lambda x: sk.all_to_all(x, "data", split_dim=1, concat_dim=0), P(None, "data")),
+    "shift": (lambda x: sk.shift(x, "data"), P("data")),
+    "a maximum": (lambda x: sk.all_reduce(x, "data", op="max"), P()),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_collective(name, mesh):
+    kernel, out_spec = KERNELS[name]
+    function = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=out_spec, check_vma=False)
+    testing.assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
+
+
+def test_a_constraint_by_the_user(mesh):
+    args = put(mesh, draw(8, 4), "data"), put(mesh, draw(4, 6))
+    testing.assert_compiled_equal(jax.jit(constrained(mesh)), *args)
+
+
+def test_a_reference_that_differs(mesh):
+    """Catches a comparison of the compiled program with itself."""
+    x = put(mesh, draw(8, 4), "data")
+    with pytest.raises(AssertionError, match=r"the result of each device is not the reference's for all inputs"):
+        testing.assert_compiled_equal(jax.jit(lambda x: x.sum(0)), x, reference=lambda x: x.sum(0) * (1 + 1e-4))
+
+
+def test_a_sum_that_is_missing(mesh):
+    """A shard_map without varying types that says P() of what differs has no one value."""
+    function = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    x = put(mesh, draw(8, 4), "data")
+    with pytest.raises(AssertionError, match="each result of the traced program must be one array"):
+        testing.assert_compiled_equal(jax.jit(function), x)
+    with pytest.raises(AssertionError, match="not the reference's"):
+        testing.assert_compiled_equal(jax.jit(function), x, reference=lambda x: x.sum(0))
+
+
+class Edited(ImportedModule):
+    """A module of which one collective has other groups of devices."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for channel, groups in self.groups.items():
+            if len(groups) > 1:
+                self.groups[channel] = tuple(groups[0][:1] + group[1:] for group in groups)
+
+
+def test_groups_of_wrong_devices(mesh, monkeypatch):
+    """The order of devices of groups that are axes of a mesh is read from the module itself: StableHLO loses it."""
+    args = put(mesh, draw(8, 4), "data"), put(mesh, draw(4, 4), None, "model")
+    testing.assert_compiled_equal(jax.jit(recurrence), *args)
+    monkeypatch.setattr("shardkit.testing.exact.imported.ImportedModule", Edited)
+    with pytest.raises(AssertionError, match="of each device is not the reference's"):
+        testing.assert_compiled_equal(jax.jit(recurrence), *args)
+
+
+def test_what_rounds_constants_is_not_decided(mesh):
+    """A product of constants, which XLA rounds to float32, is no proof and no refutation."""
+
+    def scale(x):
+        return (x * np.float32(0.9) ** 7 * np.float32(1.1)) * np.float32(0.37)
+
+    with pytest.raises(ValueError, match="not decided"):
+        testing.assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "error", "message"),
+    [
+        (np.sum, (np.zeros(3, "f"),), TypeError, "assert_compiled_equal: function must be one of jax.jit"),
+        (jax.jit(jnp.sum), (np.zeros(3, "i4"),), ValueError, "at least one input must be an array of floats"),
+        (jax.jit(jnp.linalg.cholesky), (np.eye(3, dtype="f"),), ValueError, "custom_call to .* has none"),
+    ],
+)
+def test_wrong_calls(function, args, error, message):
+    with pytest.raises(error, match=message):
+        testing.assert_compiled_equal(function, *args)
+
+
+def test_a_line_of_the_source_is_that_of_the_operation():
+    """Catches a reader whose operations stand at lines of the reader."""
+    caller = make_caller('loc("jit(f)/add"(callsite("loss_fn"("/a/model.py":12:8) at "<module>"("/a/train.py":3:0))))')
+    traced = jax.make_jaxpr(lambda x: caller(lambda: x + 1))(1.0)
+    frames = [(frame.file_name, frame.line_num) for frame in traced.eqns[0].source_info.traceback.frames]
+    assert frames.index(("/a/model.py", 12)) + 1 == frames.index(("/a/train.py", 3))
+
+
+def test_unused_arguments_and_keys(mesh):
+    compiled = jax.jit(lambda unused, x: x * 2).lower(np.zeros(3), np.zeros(4, "f")).compile()
+    assert CompiledProgram.of(compiled).kept == (1,)
+    assert compiled_module.assert_compiled_equal(jax.jit(lambda unused, x: x * 2), np.zeros(3, "f"), np.zeros(4, "f"))
