@@ -87,6 +87,9 @@ def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair
         pairs = [(i, i + distance) for i in range(n - distance)]
         words += ", without a wrap"
         yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
+        pairs = [(i + distance, i) for i in range(n - distance)]
+        words = f"ppermute from each device to that {distance} back, without a wrap"
+        yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,16 @@ CASES = {
     ),
     "a smaller share": (lambda x: x / 65, lambda x: x, AB, AB, f"{WRONG}. "
         "The mistake is at @: without the second operand of div, it is right."),
+    "parentheses": (
+        lambda x: jnp.sin(x) * (x + 0.5), lambda x: jnp.sin(x) * x + 0.5, A, A,
+        f"{WRONG}. The mistake is at @: with mul of the first operand of add alone, it is right.",
+    ),
+    "no wrap backwards": (
+        lambda x: jnp.sin(sk.shift(x, "a", by=-1)),
+        lambda x: jnp.sin(jnp.concatenate([x[3:], jnp.zeros((3, 4))])), A, A,
+        f"{WRONG}, only where 'a' is 1. The mistake is at @: with ppermute from each device to that 1 back, without a "
+        "wrap, it is right.",
+    ),
     "the sign": (
         lambda x: -x, lambda x: x, AB, AB, f"{WRONG}: it is minus the reference everywhere. "
         "The mistake is at @: without neg, it is right.",
