@@ -71,7 +71,10 @@ def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repai
 
 
 def repair_parentheses(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repair]:
-    """Two operators in the other order: of `a * (b + c)` the programs `a * b + c` and `b + a * c`."""
+    """Two operators in the other order, or of each other's operands.
+
+    Of `a * (b + c)` the programs `a * b + c` and `b + a * c`; of `a * b / c` those with c for b, and for a.
+    """
     if bench.call.primitive not in _OPERATORS:
         return
     for number, atom in enumerate(bench.call.equation.invars):
@@ -81,6 +84,8 @@ def repair_parentheses(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator
         for inner_number, ordinal in enumerate(("first", "second")):
             words = f"{bench.call.name} of the {ordinal} operand of {inner.primitive.name} alone"
             yield Repair(Cost.PARENTHESES, words, _apply_inside(bench, number, inner, inner_number))
+            words = f"the {ordinal} operand of {inner.primitive.name} and that of {bench.call.name} exchanged"
+            yield Repair(Cost.PARENTHESES, words, _exchange_inside(bench, number, inner, inner_number))
 
 
 def _apply_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> Change:
@@ -90,6 +95,19 @@ def _apply_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> C
         inner_operands = [_read(bench, atom, values) for atom in inner.invars]
         [result] = bench.rerun(replace_item(operands, number, inner_operands[inner_number]))
         return bench.interpreter.step(inner, replace_item(inner_operands, inner_number, result))
+
+    return change
+
+
+def _exchange_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> Change:
+    """The equation and one before it, with an operand of each as the other's."""
+
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        inner_operands = [_read(bench, atom, values) for atom in inner.invars]
+        exchanged = replace_item(inner_operands, inner_number, operands[1 - number])
+        [result] = bench.interpreter.step(inner, exchanged)
+        outer_operands = replace_item(operands, number, result)
+        return bench.rerun(replace_item(outer_operands, 1 - number, inner_operands[inner_number]))
 
     return change
 
