@@ -87,6 +87,9 @@ def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair
         pairs = [(i, i + distance) for i in range(n - distance)]
         words += ", without a wrap"
         yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
+        pairs = [(i + distance, i) for i in range(n - distance)]
+        words = f"ppermute from each device to that {distance} back, without a wrap"
+        yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
     x = bench.result
     yield change_result(Cost.INDEX, f"{name} plus 1", _offset, 1)
     yield change_result(Cost.INDEX, f"{name} minus 1", _offset, -1)
+    yield from _repair_wrap(bench)
     yield from _repair_layout(bench)
     yield from _repair_numbers(bench)
     yield from _repair_chunk(bench)
@@ -278,6 +282,18 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
         if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
             words = f"{name} that is the same along {axis!r}"
         yield change_result(Cost.INDEX, words, _offset_by_device, bench, axis, size * sign)
+
+
+def _repair_wrap(bench: Bench) -> Iterator[Repair]:
+    """An integer that begins anew at a size: the neighbour behind the last place of a ring is the first one."""
+    x = bench.result
+    for size in sorted({*bench.axes.values(), *bench.sizes} - {1}):
+        if (x % size != x).any():
+            yield change_result(Cost.SIZE, f"{bench.call.name} modulo {size}", _wrap_around, size)
+
+
+def _wrap_around(x: Operand, size: int) -> Operand:
+    return x % x.dtype.type(size)
 
 
 def _repair_layout(bench: Bench) -> Iterator[Repair]:

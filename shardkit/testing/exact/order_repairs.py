@@ -1,11 +1,12 @@
-"""Repairs of the order of two steps: a function of what devices reduce, or what they reduce of a function.
+"""Repairs of the order of two steps: a function of what devices reduce, or what they reduce of a function; parentheses.
 
 Worked example: every device has some rows, and a mean is wanted where rows have weights.
 
     psum(sums / weights)            the means of devices, added up
     psum(sums) / psum(weights)      the mean of all rows
 
-Both have a psum and a division, and no repair of one of these gives the other program: the two change places.
+Both have a psum and a division, and no repair of one of these gives the other program: the two change places. So do
+the operators of `a * (b + c)` and `a * b + c`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.repairs import Bench, Change, Cost, Repair, Values
+from shardkit.testing.exact.repairs import Bench, Change, Cost, Repair, Values, replace_item
 from shardkit.testing.exact.rules.operands import Operand
 
 # Sums do not pass through these. They do through a product with what all devices have.
 _FUNCTIONS = ("abs", "div", "exp", "integer_pow", "log", "log1p", "logistic", "mul", "rsqrt", "sqrt", "square", "tanh")
 _VARYING = ("pvary", "pcast")
+_OPERATORS = ("add", "sub", "mul", "div")
 
 
 class _Reduction(NamedTuple):
@@ -66,6 +68,48 @@ def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repai
             verb = "mean" if source.mean else source.operator
             words = f"the {verb} over {quoted(source.names)} of {bench.call.name} of what devices have"
             yield Repair(Cost.SUM, words, _reduce_last(bench, reductions))
+
+
+def repair_parentheses(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repair]:
+    """Two operators in the other order, or of each other's operands.
+
+    Of `a * (b + c)` the programs `a * b + c` and `b + a * c`; of `a * b / c` those with c for b, and for a.
+    """
+    if bench.call.primitive not in _OPERATORS:
+        return
+    for number, atom in enumerate(bench.call.equation.invars):
+        inner = _find_definition(atom, definitions)
+        if inner is None or inner.primitive.name not in _OPERATORS:
+            continue
+        for inner_number, ordinal in enumerate(("first", "second")):
+            words = f"{bench.call.name} of the {ordinal} operand of {inner.primitive.name} alone"
+            yield Repair(Cost.PARENTHESES, words, _apply_inside(bench, number, inner, inner_number))
+            words = f"the {ordinal} operand of {inner.primitive.name} and that of {bench.call.name} exchanged"
+            yield Repair(Cost.PARENTHESES, words, _exchange_inside(bench, number, inner, inner_number))
+
+
+def _apply_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> Change:
+    """The equation of one operand of an equation before it, which comes behind it now."""
+
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        inner_operands = [_read(bench, atom, values) for atom in inner.invars]
+        [result] = bench.rerun(replace_item(operands, number, inner_operands[inner_number]))
+        return bench.interpreter.step(inner, replace_item(inner_operands, inner_number, result))
+
+    return change
+
+
+def _exchange_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> Change:
+    """The equation and one before it, with an operand of each as the other's."""
+
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        inner_operands = [_read(bench, atom, values) for atom in inner.invars]
+        exchanged = replace_item(inner_operands, inner_number, operands[1 - number])
+        [result] = bench.interpreter.step(inner, exchanged)
+        outer_operands = replace_item(operands, number, result)
+        return bench.rerun(replace_item(outer_operands, 1 - number, inner_operands[inner_number]))
+
+    return change
 
 
 def _find_definition(atom: Any, definitions: Mapping[Any, Any]) -> Any | None:

@@ -26,7 +26,7 @@ from shardkit.testing.exact.local_repairs import (
 )
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
-from shardkit.testing.exact.order_repairs import repair_order
+from shardkit.testing.exact.order_repairs import repair_order, repair_parentheses
 from shardkit.testing.exact.repairs import Bench, Call, Repair, is_integer, is_mask
 from shardkit.testing.exact.rules.operands import Operand
 
@@ -70,6 +70,7 @@ def propose_repairs(
         return
     yield from repair_place(bench)
     yield from repair_operator(bench)
+    yield from repair_parentheses(bench, definitions)
     yield from repair_operand(bench, readable, unread)
     yield from repair_round(bench, readable, rounds)
     if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):

@@ -50,6 +50,7 @@ class Cost:
     SIZE = 1.5
     LAYOUT = 2.0  # of the places of a device: two factors are exchanged
     OPERAND = 2.0
+    PARENTHESES = 2.0
     DIM = 2.0
     FACTOR = 2.5
     RARE = 3.0

@@ -122,7 +122,9 @@ class Search:
             if kind_of(call.equation) == "ppermute":
                 route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
                 self._routes.setdefault(route, call.line)
-        self._most = min(MOST_RUNS, _MOST_EQUATIONS // max(len(record.events), 1))
+        # A run ends where the wrong result is computed.
+        length = record.maker.get(id(got), len(record.events)) + 1
+        self._most = min(MOST_RUNS, _MOST_EQUATIONS // length)
         shapes = [x.shape for event in record.events for x in event.results]
         sizes = {n for shape in shapes for n in shape}
         self._sizes = sorted(sizes - {0, 1})[:6]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardkit._jax.jaxprs import kind_of
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.record import Record
 from shardkit.testing.exact.repairs import Call, Repair
@@ -22,7 +23,7 @@ from shardkit.testing.exact.rules.operands import Operand
 
 _HOLDING = ("shard_map", "scan", "while", "cond")
 # How much less likely a mistake is within a function that is called, and in equations that are repaired together: of
-# rounds of a loop, or of a line that only has an equation several times.
+# rounds of a loop or a collective of a tuple, or of a line that only has an equation several times.
 _WITHIN, _IN_ROUNDS, _TOGETHER = 0.25, 0.25, 1.0
 # And how much likelier where an integer follows from the index of a device.
 _OF_DEVICE = 0.5
@@ -62,7 +63,8 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
         calls = [suspects[number] for number in numbers]
         doubt = _WITHIN if calls[0].around else 0.0
         if len(numbers) > 1:
-            doubt += _IN_ROUNDS if len(numbers) in loops else _TOGETHER
+            belong_together = len(numbers) in loops or kind_of(calls[0].equation) is not None
+            doubt += _IN_ROUNDS if belong_together else _TOGETHER
         if numbers[0] in behind_index and not isinstance(calls[0].results[0], Exact):
             doubt -= _OF_DEVICE
         yield Suspects(numbers, calls, doubt)
@@ -88,8 +90,11 @@ def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
     computes that the line calls, as the remainder of `(i + 1) % n`, is apart.
     """
     alike: dict[Any, list[int]] = {}
+    exchanged: dict[Any, list[int]] = {}
     for number, call in suspects.items():
         yield [number]
+        if kind_of(call.equation):
+            exchanged.setdefault((call.line, call.around, call.name), []).append(number)
         avals = [variable.aval for variable in call.equation.outvars]
         types = [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals]
         kind = call.line, call.around, call.name, len(call.operands), *types
@@ -99,6 +104,11 @@ def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
             if len(numbers) % step == 0 and len(numbers) > step:
                 for start in range(step):
                     yield numbers[start::step]
+    # A collective of a tuple, as of keys and values, is an equation for each of its arrays, whatever their types.
+    groups = list(alike.values())
+    for numbers in exchanged.values():
+        if len(numbers) > 1 and numbers not in groups:
+            yield numbers
 
 
 def align_repairs(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:

@@ -49,6 +49,31 @@ CASES = {
     ),
     "a smaller share": (lambda x: x / 65, lambda x: x, AB, AB, f"{WRONG}. "
         "The mistake is at @: without the second operand of div, it is right."),
+    "parentheses": (
+        lambda x: jnp.sin(x) * (x + 0.5), lambda x: jnp.sin(x) * x + 0.5, A, A,
+        f"{WRONG}. The mistake is at @: with mul of the first operand of add alone, it is right.",
+    ),
+    "exchanged through a factor": (
+        lambda x: 2.0 * jnp.sin(x) / jnp.exp(x), lambda x: 2.0 * jnp.exp(x) / jnp.sin(x), A, A,
+        f"{WRONG}. The mistake is at @: with the second operand of mul and that of div exchanged, it is right.",
+    ),
+    "no end of a ring": (
+        lambda x: jnp.sin(x) * jnp.float32(jnp.arange(3) + 1)[:, None],
+        lambda x: jnp.sin(x) * np.float32([1, 2, 0, 1, 2, 0])[:, None], A, A,
+        f"{WRONG}. The mistake is at @: with add modulo 3, it is right.",
+    ),
+    "a tuple from the other side": (
+        lambda x: jnp.multiply(*sk.shift((x, x[:, :1]), "b")),
+        lambda x: jnp.roll(x, -2, 0) * jnp.roll(x[:, :1], -2, 0), P("b"), P("b"),
+        f"{WRONG}: it is the reference rolled by 4 along dim 0: devices have each other's pieces. The mistake is at @: "
+        "with ppermute the other way round, it is right.",
+    ),
+    "no wrap backwards": (
+        lambda x: jnp.sin(sk.shift(x, "a", by=-1)),
+        lambda x: jnp.sin(jnp.concatenate([x[3:], jnp.zeros((3, 4))])), A, A,
+        f"{WRONG}, only where 'a' is 1. The mistake is at @: with ppermute from each device to that 1 back, without a "
+        "wrap, it is right.",
+    ),
     "the sign": (
         lambda x: -x, lambda x: x, AB, AB, f"{WRONG}: it is minus the reference everywhere. "
         "The mistake is at @: without neg, it is right.",
