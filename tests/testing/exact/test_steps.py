@@ -88,6 +88,25 @@ def test_options_of_a_step(options):
     holds(Row({"fsdp": 4}, plan, **options), grad_fn, grad_fn, model.params(), [model.batch(i) for i in range(2)])
 
 
+# The laws of roots say of which root a number is a multiple, by an id: both sides need those of one field.
+def test_norms_that_are_written_in_other_ways():
+    def make_loss(normalize):
+        def loss(params, batch, keys):
+            return jnp.mean(jax.nn.relu(normalize(batch["x"] @ params["w"])))
+
+        return sk.value_and_grad(loss)
+
+    def divide(x):
+        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+    def multiply(x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+    params = {"w": np.ones((3, 4), np.float32)}
+    batches = [{"x": np.ones((4, 3), np.float32)}] * 2
+    holds(Row({"data": 2}, sk.dp("data")), make_loss(multiply), make_loss(divide), params, batches, optax.sgd(0.1))
+
+
 SCHEDULES = (*pipelines.BUILDERS, "from_csv")
 FORMS = [(mode, recompute) for mode in ("masked", "branch") for recompute in (True, False)]
 # Stages and microbatches: fewer than stages, as many, more.
