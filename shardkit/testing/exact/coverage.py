@@ -194,22 +194,28 @@ class Coverage:
         choice = Decision(line, name + part, ORDER, chosen & asked, ~chosen & asked, ~asked)
         _add_to(self.choices, (self.side, id(equation), part, chosen.ndim), choice)
 
-    def note_rounding(self, field: Field, equation: Any, line: str, x: Exact) -> None:
-        """What is rounded: a draw tells two numbers apart only if an integer is between them."""
-        if not (self.identifies and field.points > 1 and x.degree.total):
+    def note_rounding(self, field: Field, equation: Any, line: str, x: Exact, integers: np.ndarray) -> None:
+        """What is rounded, to which integers: a draw tells two numbers apart only if an integer is between them.
+
+        An integer that is even in one draw and odd in another is not the same for all inputs.
+        """
+        if not x.degree.total or field.kind == "zero":
             return
-        top = x.number[-2 * field.points : -field.points]
+        asked = (x.poison == 0) & (x.infinite == 0)
+        is_even = integers % 2 == 0
         name = equation.primitive.name
+        rounding = Decision(line, name, ORDER, is_even & asked, ~is_even & asked, ~asked)
+        if self.identifies and field.points > 1:
+            rounding.words = self._hash_rounded(field, name, x)
+        _add_to(self.roundings, (self.side, id(equation), x.number.ndim), rounding)
+
+    def _hash_rounded(self, field: Field, name: str, x: Exact) -> frozenset[int]:
+        """Which numbers are rounded."""
+        top = x.number[-2 * field.points : -field.points]
         if name == "ceil":  # -floor(-x)
             p = np.uint64(PRIMES[-2])
             top = (p - top) % p
-        words = frozenset(mix(mix(top[0]), top[1]).ravel().tolist())
-        never = np.zeros(x.shape, bool)
-        _add_to(
-            self.roundings,
-            (self.side, id(equation), x.number.ndim),
-            Decision(line, name, ORDER, never, never, never, words),
-        )
+        return frozenset(mix(mix(top[0]), top[1]).ravel().tolist())
 
     def _add(self, equation: Any, part: str, decision: Decision) -> None:
         _add_to(self.decisions, (self.side, id(equation), part, decision.held.ndim), decision)
@@ -232,7 +238,7 @@ class Coverage:
     def partial(self) -> list[Decision]:
         """Those that went one way only for some elements."""
         decisions = []
-        for decision in (*self.decisions.values(), *self.choices.values()):
+        for decision in (*self.decisions.values(), *self.choices.values(), *self.roundings.values()):
             both = decision.held & decision.failed
             if decision.kind == ORDER and not decision.joined and (~decision.decided & ~both).any():
                 decisions.append(decision)
@@ -240,9 +246,16 @@ class Coverage:
 
     def foreign(self) -> list[Decision]:
         """Comparisons that only one side makes, and numbers that only one side rounds."""
-        decisions = [self.decisions[key] for key in _list_foreign(self.decisions)]
-        roundings = [self.roundings[key] for key in _list_foreign(self.roundings)]
-        return [*decisions, *roundings]
+        decisions = [self.decisions[key] for key in self.foreign_keys()]
+        return [*decisions, *self.foreign_roundings()]
+
+    def foreign_roundings(self) -> list[Decision]:
+        """Numbers that only one side rounds."""
+        return [self.roundings[key] for key in _list_foreign(self.roundings)]
+
+    def one_sided_roundings(self) -> list[Decision]:
+        """Numbers that are rounded to the same integers in all draws."""
+        return [rounding for rounding in self.roundings.values() if rounding.open]
 
     def foreign_keys(self) -> list[tuple[Any, ...]]:
         """Those of such comparisons among all decisions."""

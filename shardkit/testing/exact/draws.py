@@ -230,6 +230,7 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     foreign = coverage.foreign()
     waiting = coverage.open(ORDER)
     partial = coverage.partial() if effort.crossed else []
+    rounded = [*coverage.foreign_roundings(), *coverage.one_sided_roundings()]
     suspects = [*waiting, *foreign, *coverage.open(EQUALITY), *partial]
     if not suspects:
         return
@@ -246,8 +247,10 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     except UnequalError as error:
         raise UndecidedError(_undecided(pair.where, suspects[0], waiting, foreign)) from error
     except UnprovableError as error:
-        if waiting:
-            raise UndecidedError(_undecided(pair.where, suspects[0], waiting, foreign)) from error
+        # As of an integer that says which element: there is none in an order, and draws alone say too little of it.
+        unknown = [*waiting, *rounded]
+        if unknown:
+            raise UndecidedError(_undecided(pair.where, unknown[0], waiting, foreign)) from error
     never = coverage.open(EQUALITY)
     if never:
         raise UndecidedError(_undecided(pair.where, never[0], never, ()))

@@ -170,10 +170,6 @@ SPLIT = {
         lambda x: jnp.where(concat(x, jnp.tanh(x) + x * x) > 1, concat(x, x), concat(zeros(x) + 1, zeros(x))),
         lambda x: jnp.where(concat(x, jnp.tanh(x) + x * x) >= 1, concat(x, x), concat(zeros(x) + 1, zeros(x))),
     ),
-    "a tie outside of a domain": (
-        lambda x: jnp.where((x * x).sum(1, keepdims=True) > 1, x, 0) * jnp.sqrt(x),
-        lambda x: jnp.where((x * x).sum(1, keepdims=True) >= 1, x, 0) * jnp.sqrt(x),
-    ),
     "ties of a search": (
         lambda x: jnp.searchsorted(jnp.array([-1.0, 0.7]), jnp.tanh(x) + x * x, side="left").astype(x.dtype) + 0 * x,
         lambda x: jnp.searchsorted(jnp.array([-1.0, 0.7]), jnp.tanh(x) + x * x, side="right").astype(x.dtype) + 0 * x,
@@ -207,6 +203,24 @@ SPLIT = {
     "integers of what is bent": (
         lambda x: bent(x).astype(jnp.int32).astype(x.dtype),
         lambda x: (bent(x) + 1e-7).astype(jnp.int32).astype(x.dtype),
+    ),
+    # Which element, or which branch, follows from an integer that is zero in all draws.
+    "a branch by an integer": (
+        lambda x: lax.switch((x[0, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 2 * x], x),
+        lambda x: x,
+    ),
+    "other branches by an integer": (
+        lambda x: lax.switch((x[0, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 2 * x], x),
+        lambda x: jnp.concatenate(
+            [
+                lax.switch((x[0, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 3 * x], x[:2]),
+                lax.switch((x[2, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 3 * x], x[2:]),
+            ]
+        ),
+    ),
+    "a column by an integer": (
+        lambda x: jnp.take(x, (x[0, 0] * 1e-3).astype(jnp.int32), axis=1, mode="clip")[:, None] + 0 * x,
+        lambda x: x[:, :1] + 0 * x,
     ),
     # What stands for infinity.
     "exps of huge numbers": (lambda x: jnp.exp(x - 1e10) * jnp.exp(x + 1e10), zeros),
@@ -299,6 +313,18 @@ SPLIT = {
     "log of what none sent": (lambda x: x + 0 * jnp.log(shifted(x)), lambda x: x),
     "over what none sent": (lambda x: x + 0 / shifted(x), lambda x: x),
 }
+
+
+# Equal numbers that are met where a logarithm has no value show nothing.
+def test_ties_outside_of_a_domain_are_not_met():
+    def make(compare):
+        return lambda x: jnp.where(compare(-x * next_to(x), 1), 1, 2) * jnp.log(x) * jnp.log(next_to(x))
+
+    mesh, args = sk.abstract_mesh(d=2), (jax.ShapeDtypeStruct((4, 3), jnp.float32),)
+    with jax.numpy_rank_promotion("allow"), pytest.raises(UnprovableError, match="one side takes equal numbers"):
+        sk.testing.assert_equal_for_all_inputs(
+            make(greater), make(at_least), mesh=mesh, in_specs=P("d"), out_specs=P("d"), args=args, grad=False
+        )
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -87,11 +87,13 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
     is_near = np.abs(real - jump) < _NEAR * size
     is_there = is_near & find_equal(field, x, field.lift(jump))
     if field.coverage is not None:
-        field.coverage.note_rounding(field, equation, scope.line(equation), x)
         field.coverage.note_jump(field, equation, x, field.lift(jump))
         is_rounded_there = ~is_there & (np.abs(real - jump) < _ROUNDS * size)
         field.coverage.note_coincidence(field, equation, scope.line(equation), is_rounded_there & (x.poison == 0))
-    return function(np.where(is_there, jump, real))
+    integers = function(np.where(is_there, jump, real))
+    if field.coverage is not None:
+        field.coverage.note_rounding(field, equation, scope.line(equation), x, integers)
+    return integers
 
 
 def _round_in_an_order(scope: Scope, name: str, x: Exact) -> Exact:
