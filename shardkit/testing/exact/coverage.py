@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.crossings import DIVISOR, Differences
+from shardkit.testing.exact.crossings import DIVISOR, JUMP, Differences
 from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.tower import PRIMES, invert_by_power
 from shardkit.testing.exact.numbers.values import Exact
 
@@ -30,8 +31,9 @@ ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
 # What asks which number is the largest, as `x == max(x)` does.
 _EQUALITIES = ("eq", "ne", "select_and_scatter_add", "select_and_gather_add")
 _MOST_CONSTANTS = 16  # of one comparison
+_OF_SIZE_ONE = ("normal", "positive", "unit", "negative", "narrow")  # kinds of inputs
 # With which numbers equal ones are taken together: 1 for those where the first operand is the larger one.
-_TIES = {"ge": 1, "lt": 1, "gt": -1, "le": -1}
+_TIES = {"ge": 1, "lt": 1, "gt": -1, "le": -1, "lt_to": 1, "le_to": -1}
 
 
 @dataclass
@@ -46,8 +48,9 @@ class Decision:
         failed: where it was false.
         decided: where its operands leave no choice, as for a square and zero.
         words: which differences of numbers it compares with zero, but for a constant factor.
-        ties: of these words, on which side of zero equal numbers are counted.
-        tied: where its operands were equal in some draw.
+        ties: of these words, on which side of zero equal numbers are counted, by draw: two arrays [...], of words and
+            of 1, -1 or 0 for none.
+        tied: where its operands were equal in some draw, and all results were compared.
     """
 
     line: str
@@ -57,7 +60,7 @@ class Decision:
     failed: np.ndarray
     decided: np.ndarray
     words: frozenset[int] = frozenset()
-    ties: frozenset[tuple[int, int]] = frozenset()
+    ties: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     tied: np.ndarray | bool = False
 
     @property
@@ -86,7 +89,7 @@ class Decision:
         if other.words:  # else nothing was told apart, and nothing is known to be decided
             self.decided = self.decided & other.decided
         self.words = self.words | other.words
-        self.ties = self.ties | other.ties
+        self.ties = self.ties + other.ties
         self.tied = self.tied | other.tied
 
 
@@ -100,6 +103,10 @@ class Coverage:
         side: that of the program that runs.
         identifies: whether the differences of numbers are told apart, which takes longer than all else here.
         differences: those of the run, where they are asked for.
+        tried: by side, equation and part, the elements that some input was to make equal.
+        choices: by side, equation, part and number of dims, which elements were chosen, as the largest of a row.
+        roundings: by side, equation and number of dims, what is rounded to integers, as `words`.
+        coincidences: by line, what asked whether numbers are equal that are so in float64 alone.
     """
 
     decisions: dict[Any, Decision] = attribute(default_factory=dict)
@@ -107,6 +114,10 @@ class Coverage:
     side: int = ALONE
     identifies: bool = True
     differences: Differences | None = None
+    tried: dict[Any, set[int]] = attribute(default_factory=dict)
+    choices: dict[Any, Decision] = attribute(default_factory=dict)
+    roundings: dict[Any, Decision] = attribute(default_factory=dict)
+    coincidences: dict[str, str] = attribute(default_factory=dict)
 
     def note(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: tuple[Exact, Exact], part: str = ""
@@ -122,15 +133,29 @@ class Coverage:
         if self.identifies and field.points > 1:
             differences, fixed = _identify(field, x, y)
             decision.decided = decision.decided | fixed
-            words = np.broadcast_to(differences, asked.shape)[~decision.decided].tolist()
-            decision.words = frozenset(words)
+            words = np.broadcast_to(differences, asked.shape)
+            decision.words = frozenset(words[~decision.decided].tolist())
             decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
             self.constants |= _constants(field, x) | _constants(field, y)
-        if field.planted and x.factor is None and y.factor is None:
-            decision.tied = asked & (x.number == y.number).all(0)
+        if field.planted:
+            decision.tied = asked & find_equal(field, x, y)
         if field.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
             return
         self._add(equation, part, decision)
+
+    def note_jump(self, field: Field, equation: Any, x: Exact, jump: Exact) -> None:
+        """What is rounded, and where it jumps to the next integer: inputs are put there."""
+        if self.differences is not None and x.degree.total:
+            self.differences.note((self.side, id(equation), JUMP), field, x, jump)
+
+    def note_coincidence(self, field: Field, equation: Any, line: str, truth: np.ndarray) -> None:
+        """Where real values are equal, and residues are not.
+
+        Worked example: `tanh(-x) == -tanh(x)` holds for all inputs, by a law that the field does not know. There a
+        program takes the branch that no input takes. Of large numbers it may be their rounding: tanh(20) is 1.
+        """
+        if field.order is None and field.kind in _OF_SIZE_ONE and truth.any():
+            self.coincidences[line] = equation.primitive.name
 
     def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
         """What is divided by, or what a logarithm is taken of: inputs are put where it is zero."""
@@ -155,54 +180,144 @@ class Coverage:
             never = np.zeros(truth.shape, bool)
             self._add(equation, part, Decision(line, equation.primitive.name + part, ORDER, truth, ~truth, never))
 
+    def note_choice(
+        self, field: Field, equation: Any, line: str, chosen: np.ndarray, asked: np.ndarray, part: str = ""
+    ) -> None:
+        """Which elements were chosen among others, of those that may be.
+
+        Worked example: the maximum of x + 10000 and y is x + 10000 in every draw. Where y is larger, no draw has been.
+        """
+        if field.kind == "zero":
+            return
+        chosen, asked = np.broadcast_arrays(chosen, asked)
+        name = equation.primitive.name
+        choice = Decision(line, name + part, ORDER, chosen & asked, ~chosen & asked, ~asked)
+        _add_to(self.choices, (self.side, id(equation), part, chosen.ndim), choice)
+
+    def note_rounding(self, field: Field, equation: Any, line: str, x: Exact, integers: np.ndarray) -> None:
+        """What is rounded, to which integers: a draw tells two numbers apart only if an integer is between them.
+
+        An integer that is even in one draw and odd in another is not the same for all inputs.
+        """
+        if not x.degree.total or field.kind == "zero":
+            return
+        asked = (x.poison == 0) & (x.infinite == 0)
+        is_even = integers % 2 == 0
+        name = equation.primitive.name
+        rounding = Decision(line, name, ORDER, is_even & asked, ~is_even & asked, ~asked)
+        if self.identifies and field.points > 1:
+            rounding.words = self._hash_rounded(field, name, x)
+        _add_to(self.roundings, (self.side, id(equation), x.number.ndim), rounding)
+
+    def _hash_rounded(self, field: Field, name: str, x: Exact) -> frozenset[int]:
+        """Which numbers are rounded."""
+        top = x.number[-2 * field.points : -field.points]
+        if name == "ceil":  # -floor(-x)
+            p = np.uint64(PRIMES[-2])
+            top = (p - top) % p
+        return frozenset(mix(mix(top[0]), top[1]).ravel().tolist())
+
     def _add(self, equation: Any, part: str, decision: Decision) -> None:
-        key = self.side, id(equation), part, decision.held.ndim
-        if key in self.decisions:
-            self.decisions[key].add(decision)
-        else:
-            self.decisions[key] = decision
+        _add_to(self.decisions, (self.side, id(equation), part, decision.held.ndim), decision)
 
     def merge(self, other: Coverage) -> None:
         """What another run of a side noted."""
         for key, decision in other.decisions.items():
-            if key in self.decisions:
-                self.decisions[key].add(decision)
-            else:
-                self.decisions[key] = replace(decision)
+            _add_to(self.decisions, key, decision)
+        for key, choice in other.choices.items():
+            _add_to(self.choices, key, choice)
+        for key, rounding in other.roundings.items():
+            _add_to(self.roundings, key, rounding)
         self.constants |= other.constants
+        self.coincidences |= other.coincidences
 
     def free(self) -> list[Decision]:
         """Those that could go both ways."""
         return [decision for decision in self.decisions.values() if not decision.decided.all()]
 
+    def partial(self) -> list[Decision]:
+        """Those that went one way only for some elements."""
+        decisions = []
+        for decision in (*self.decisions.values(), *self.choices.values(), *self.roundings.values()):
+            both = decision.held & decision.failed
+            if decision.kind == ORDER and not decision.joined and (~decision.decided & ~both).any():
+                decisions.append(decision)
+        return decisions
+
     def foreign(self) -> list[Decision]:
-        """Comparisons that only one side makes."""
-        return [self.decisions[key] for key in self.foreign_keys()]
+        """Comparisons that only one side makes, and numbers that only one side rounds."""
+        decisions = [self.decisions[key] for key in self.foreign_keys()]
+        return [*decisions, *self.foreign_roundings()]
+
+    def foreign_roundings(self) -> list[Decision]:
+        """Numbers that only one side rounds."""
+        return [self.roundings[key] for key in _list_foreign(self.roundings)]
+
+    def one_sided_roundings(self) -> list[Decision]:
+        """Numbers that are rounded to the same integers in all draws."""
+        return [rounding for rounding in self.roundings.values() if rounding.open]
 
     def foreign_keys(self) -> list[tuple[Any, ...]]:
-        """Their keys among all decisions."""
-        words: list[set[int]] = [set(), set()]
-        for (side, *_), decision in self.decisions.items():
-            words[side] |= decision.words
-        return [key for key, decision in self.decisions.items() if decision.words - words[1 - key[0]]]
+        """Those of such comparisons among all decisions."""
+        return _list_foreign(self.decisions)
+
+    def forget_ties(self) -> None:
+        """As if no numbers had been equal: of inputs for which not all results are compared."""
+        for decision in self.decisions.values():
+            decision.tied = False
 
     def untied(self) -> list[Decision]:
         """Comparisons that both sides make, that differ for equal numbers, and that no draw made of equal numbers.
 
         Worked example: one side asks `x / y > 1`, the other `x / y >= 1`. Both compare the same difference. Where it is
-        zero, one side takes what it takes for negative ones, the other what it takes for positive ones.
+        zero, one side takes what it takes for negative ones, the other what it takes for positive ones. A draw in which
+        it is zero for one element stands for others of the same line: but for those that some input was to make equal,
+        and did not. Of `x` and `tanh(x) + x**2` beside each other, the former alone is linear.
         """
-        ties: list[dict[int, set[int]]] = [{}, {}]
-        for (side, *_), decision in self.decisions.items():
-            for word, tie in decision.ties:
-                ties[side].setdefault(word, set()).add(tie)
-        differing = {word for word in ties[0].keys() & ties[1].keys() if ties[0][word] != ties[1][word]}
         decisions = []
-        for decision in self.decisions.values():
-            is_met = bool((decision.tied & ~decision.decided).any())
-            if not is_met and any(word in differing for word, _ in decision.ties):
+        for key, places in self._find_differing_ties().items():
+            decision = self.decisions[key]
+            is_met = np.broadcast_to(decision.tied, places.shape) & places
+            tried = np.zeros(places.size, bool)
+            indices = [index for index in self.tried.get(key[:3], ()) if index < places.size]
+            tried[indices] = True
+            in_vain = places & tried.reshape(places.shape) & ~is_met
+            if not is_met.any() or in_vain.any():
                 decisions.append(decision)
         return decisions
+
+    def find_untied(self) -> list[tuple[Any, ...]]:
+        """The keys of the comparisons that differ for equal numbers, of which some have not been met."""
+        keys = []
+        for key, places in self._find_differing_ties().items():
+            if (places & ~self.decisions[key].tied).any():
+                keys.append(key)
+        return keys
+
+    def _find_differing_ties(self) -> dict[tuple[Any, ...], np.ndarray]:
+        """By the key of a comparison, bool [...]: where the other side counts equal numbers with other ones."""
+        # By sign and side, the words of which that side counts zero so.
+        counted: dict[tuple[int, int], list[np.ndarray]] = {(sign, side): [] for sign in (1, -1) for side in (0, 1)}
+        for (side, *_), decision in self.decisions.items():
+            for words, signs in decision.ties:
+                counted[1, side].append(words[signs > 0])
+                counted[-1, side].append(words[signs < 0])
+        none = np.zeros(0, np.uint64)
+        positive, other_positive, negative, other_negative = [np.concatenate([none, *x]) for x in counted.values()]
+        both_sides = np.intersect1d(np.union1d(positive, negative), np.union1d(other_positive, other_negative))
+        one_sided = np.union1d(np.setxor1d(positive, other_positive), np.setxor1d(negative, other_negative))
+        differing = np.intersect1d(both_sides, one_sided)
+        found: dict[tuple[Any, ...], np.ndarray] = {}
+        if not differing.size:
+            return found
+        for key, decision in self.decisions.items():
+            places = np.zeros(decision.held.shape, bool)
+            for words, signs in decision.ties:
+                places = places | ((signs != 0) & np.isin(words, differing))
+            places = places & ~decision.decided
+            if places.any():
+                found[key] = places
+        return found
 
     def open(self, kind: str) -> list[Decision]:
         """Comparisons of a kind that could have gone both ways and have not.
@@ -219,13 +334,31 @@ class Coverage:
         return [decision for decision in decisions if not decision.words or decision.words - ordered]
 
 
-def _find_ties(name: str, words: list[int], x: Exact, y: Exact, free: np.ndarray) -> frozenset[tuple[int, int]]:
-    """For the words of free elements, the sign of the difference with which a comparison counts zero."""
+def _add_to(decisions: dict[Any, Decision], key: Any, decision: Decision) -> None:
+    if key in decisions:
+        decisions[key].add(decision)
+    else:
+        decisions[key] = replace(decision)
+
+
+def _list_foreign(decisions: dict[Any, Decision]) -> list[tuple[Any, ...]]:
+    """The keys, which begin with a side, of what the other side has not."""
+    words: list[set[int]] = [set(), set()]
+    for (side, *_), decision in decisions.items():
+        words[side] |= decision.words
+    return [key for key, decision in decisions.items() if decision.words - words[1 - key[0]]]
+
+
+def _find_ties(
+    name: str, words: np.ndarray, x: Exact, y: Exact, free: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """The words, and for free elements the sign of the difference with which a comparison counts zero."""
     if name not in _TIES:  # as of a maximum, which is the same whichever of equal numbers is taken
-        return frozenset()
-    signs = np.sign(np.broadcast_to(x.real[0] - y.real[0], free.shape)[free]).tolist()
+        return ()
+    signs = np.nan_to_num(np.sign(np.broadcast_to(x.real[0] - y.real[0], free.shape)))
     # Both sides have the same real inputs, so `x < y` and `y > x`, of opposite differences, count zero alike.
-    return frozenset((word, int(_TIES[name] * sign)) for word, sign in zip(words, signs, strict=True) if abs(sign) == 1)
+    signs = np.where(free, _TIES[name] * signs, 0).astype(np.int8)
+    return ((words, signs),) if signs.any() else ()
 
 
 def _constants(field: Field, x: Exact) -> set[float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,14 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
-DIVISOR = "divisor"  # what is noted is no comparison, but what must not be zero
+if TYPE_CHECKING:
+    from shardkit.testing.exact.coverage import Coverage
+
+# What is noted is no comparison, but what must not be zero, or what is rounded and where it jumps.
+DIVISOR, JUMP = "divisor", "jump"
 _STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
 _LARGEST = 1e6  # of the elements that are put somewhere
-_ANY = 0.5  # how often any comparison is solved for, though there is one that only one side makes
+_ANY = 0.5  # how often any comparison is solved for, though there is one that is preferred
 _DIVISORS = 0.25  # how often of these it is a divisor that is put to zero
 _NEXT = 0.5  # how often the way off ends before the next root
 _APART = 1e-7  # by such a share two roots differ, and not by their rounding
@@ -72,6 +76,13 @@ class Crossings:
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
         self.crossed: Counter[Any] = Counter()
+        self._tie: tuple[Any, int] | None = None
+
+    def note_end(self, coverage: Coverage) -> None:
+        """Notes which numbers the last element was to make equal: of those that it did not, no tie may be met."""
+        if self._tie is not None:
+            place, index = self._tie
+            coverage.tried.setdefault(place, set()).add(index)
 
     def kind(self) -> str:
         """What all other elements are drawn as."""
@@ -93,16 +104,16 @@ class Crossings:
         return Element(name, place, (number + step) % field.residues.moduli, float(x.real.reshape(-1)[place]) + _STEP)
 
     def solve(
-        self, field: Field, moved: Element, before: Differences, after: Differences, foreign: Container[Any] = ()
+        self, field: Field, moved: Element, before: Differences, after: Differences, preferred: Container[Any] = ()
     ) -> Element | None:
         """What the element must be for a comparison to change; None where none hangs on it linearly.
 
-        Half of the time it is one of the foreign comparisons, which only one side makes, if there is one.
+        Half of the time it is one of the preferred comparisons, if there is one.
         """
         ways = self._find_ways(field, moved, before, after)
         if not ways:
             return None
-        places = [place for place in ways if place[:3] in foreign]
+        places = [place for place in ways if place[:3] in preferred]
         if not places or self.rng.random() < _ANY:
             is_divisor = self.rng.random() < _DIVISORS
             places = [place for place in ways if (place[2] == DIVISOR) == is_divisor] or list(ways)
@@ -110,9 +121,11 @@ class Crossings:
         places = [place for place in places if self.crossed[place[:3]] == fewest]
         place = places[self.rng.integers(len(places))]
         self.crossed[place[:3]] += 1
+        self._tie = None
         # Of the elements of the comparison one.
         index, root = ways[place][self.rng.integers(len(ways[place]))]
         if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
+            self._tie = place[:3], index
             number = _root(field, moved, before.by_place[place], after.by_place[place], index)
             return moved._replace(number=number, real=root)
         roots = [other for way in ways.values() for _, other in way]

@@ -10,18 +10,20 @@ or that none of the draws did, which is no proof: "not decided", with the line.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Decision
+from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings
 from shardkit.testing.exact.numbers.errors import UnknownValueError
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
+_BOTH_WAYS = 4  # orders, in which each comparison of unknown numbers goes both ways for each element
 _TOGETHER = 4  # elements that are put where comparisons change
 
 
@@ -95,7 +97,12 @@ def equal(
     pair = ProgramPair(where, subject, names, sides, len(names) if values is None else values, with_unused)
     # Real values may overflow, or be no numbers, in a branch that is not taken: what that means is decided afterwards.
     with np.errstate(all="ignore"):
-        return _run_all(pair, points, effort)
+        evidence = _run_all(pair, points, effort)
+        if pair.needs_laws and not pair.by_laws and evidence.decisions:
+            # Which comparisons both sides make, and where they are of equal numbers, is then told by these laws too.
+            pair = replace(pair, coverage=Coverage(), draws=0, orders=0, by_laws=True)
+            evidence = _run_all(pair, points, effort)
+        return evidence
 
 
 def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
@@ -112,6 +119,7 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
     pair.coverage.identifies = False
     _order(pair, effort)
     _check_domains(pair)
+    _check_coincidences(pair)
     if effort.crossed:
         _check_numbers(pair)
         _check_ties(pair)
@@ -137,6 +145,16 @@ def _check_domains(pair: ProgramPair) -> None:
             f"{pair.where}: not decided at {line}: in every draw one side alone is outside of the domain of a "
             "function, as of the logarithm of a negative number, and so NaN where the other is a number. Write it so "
             "that both sides take it of the same numbers, or compare floats with assert_matches_reference."
+        )
+
+
+def _check_coincidences(pair: ProgramPair) -> None:
+    """Refuses a question whether numbers are equal that are so by a law that a proof does not know."""
+    for line, name in pair.coverage.coincidences.items():
+        raise UndecidedError(
+            f"{pair.where}: not decided at {line} ({name}): numbers that it takes for different ones are equal in "
+            "float64 for all inputs that were drawn, so that they may be so by a law that no proof knows. Write both "
+            "alike, or compare floats with assert_matches_reference."
         )
 
 
@@ -201,9 +219,9 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
 
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
-    if not pair.coverage.decisions:
-        return effort.zeros if pair.field.divides else 0
-    return effort.crossed
+    if pair.coverage.decisions or pair.field.rounds:
+        return effort.crossed
+    return effort.zeros if pair.field.divides else 0
 
 
 def _order(pair: ProgramPair, effort: Effort) -> None:
@@ -211,10 +229,14 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     coverage = pair.coverage
     foreign = coverage.foreign()
     waiting = coverage.open(ORDER)
-    suspects = [*waiting, *foreign, *coverage.open(EQUALITY)]
+    partial = coverage.partial() if effort.crossed else []
+    rounded = [*coverage.foreign_roundings(), *coverage.one_sided_roundings()]
+    suspects = [*waiting, *foreign, *coverage.open(EQUALITY), *partial]
     if not suspects:
         return
-    count = effort.foreign if foreign else 0
+    count = _BOTH_WAYS if partial else 0
+    if foreign:
+        count = effort.foreign
     try:
         for order in effort.orders:
             # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
@@ -223,18 +245,22 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
                 break
             pair.run(POINTS, order=order)
     except UnequalError as error:
-        raise UndecidedError(_undecided(pair.where, suspects[0], waiting)) from error
+        raise UndecidedError(_undecided(pair.where, suspects[0], waiting, foreign)) from error
     except UnprovableError as error:
-        if waiting:
-            raise UndecidedError(_undecided(pair.where, suspects[0], waiting)) from error
+        # As of an integer that says which element: there is none in an order, and draws alone say too little of it.
+        unknown = [*waiting, *rounded]
+        if unknown:
+            raise UndecidedError(_undecided(pair.where, unknown[0], waiting, foreign)) from error
     never = coverage.open(EQUALITY)
     if never:
-        raise UndecidedError(_undecided(pair.where, never[0], never))
+        raise UndecidedError(_undecided(pair.where, never[0], never, ()))
 
 
-def _undecided(where: str, decision: Decision, waiting: Sequence[Decision]) -> str:
-    how = "only one side makes this comparison, and the sides differ where it alone goes another way"
-    if decision in waiting:
+def _undecided(where: str, decision: Decision, waiting: Sequence[Decision], foreign: Sequence[Decision]) -> str:
+    how = "the sides differ where this comparison goes another way for some elements than it did in any draw"
+    if any(decision is other for other in foreign):
+        how = "only one side makes this comparison, and the sides differ where it alone goes another way"
+    if any(decision is other for other in waiting):
         how = f"this comparison was {decision.outcome} for all inputs that were drawn, but need not be for others"
     return (
         f"{where}: not decided at {decision.line} ({decision.what}): {how}. Compare alike on both sides, or compare "

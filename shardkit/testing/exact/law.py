@@ -201,11 +201,13 @@ def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) 
     Many rows are compared with the same training, in fields of the same settings. It is run once for all of them, in
     another field of these settings, and what that field has noted is added to this one.
     """
-    if seen is not None or field.coverage is None:  # a search for a line looks at each value
+    # A search for a line looks at each value. With the laws of roots a number says of which root of its field it is a
+    # multiple, so both sides need the same roots.
+    if seen is not None or field.coverage is None or field.laws_of_roots:
         return _evaluate_alone(training, steps, field, seen)
     field_and_coverage = (*field.settings, field.coverage.identifies, field.centres)
     results, other = _run_alone_once(training, steps, field_and_coverage)
-    field.add_notes(other, ALONE)
+    field.add_notes(other, [ALONE])
     field.coverage.merge(other.coverage)
     return results
 

@@ -28,7 +28,7 @@ from shardkit.testing.exact.numbers.square_roots import remember_roots
 from shardkit.testing.exact.numbers.tower import LEVELS
 from shardkit.testing.exact.numbers.values import CONSTANT, NOT_A_NUMBER, OUTSIDE, Degree, Element, Exact
 from shardkit.testing.exact.rules.linear_algebra import FACTORS
-from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.rules.operands import Operand, lift_operand
 from shardkit.testing.exact.search import Runs
 
 _SCALES = (1.0, 0.3, 0.1, 0.03)
@@ -95,6 +95,8 @@ class ProgramPair:
         no_number: by result, how many elements were no numbers on both sides, and how many there are.
         alone: by result, how many elements were outside of a domain on one side alone, at most, and how many there are.
         alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
+        by_laws: whether what draws compare is told apart by the laws of roots, as in programs that are equal by them.
+        needs_laws: whether both sides were equal by the laws of roots alone in some run.
     """
 
     where: str
@@ -118,6 +120,8 @@ class ProgramPair:
     alone_at_zeros: dict[str, tuple[int, int]] = attribute(default_factory=dict)
     outside: str = ""
     defined: bool = False
+    by_laws: bool = False
+    needs_laws: bool = False
 
     def draw(self, kind: str) -> None:
         """One more draw, which counts unless its values are beyond floats."""
@@ -137,6 +141,7 @@ class ProgramPair:
                 if number:
                     self._count(field)
                     self.levels = levels  # the elements have a residue for each prime of these draws
+                    crossings.note_end(self.coverage)
                 if number < count:
                     element = self._crossing(field, crossings, elements, before)
                     if element is None:
@@ -169,8 +174,9 @@ class ProgramPair:
         for number, side in enumerate(self.sides):
             field.coverage.side = (ON_MESH, ALONE)[number]
             side(field, None)
-        foreign = {key[:3] for key in self.coverage.foreign_keys()}  # but for their number of dims
-        return crossings.solve(field, moved, before, after, foreign)
+        # Those that are most likely to tell both sides apart, by their keys but for the number of dims.
+        preferred = {key[:3] for key in (*self.coverage.foreign_keys(), *self.coverage.find_untied())}
+        return crossings.solve(field, moved, before, after, preferred)
 
     def _field(
         self,
@@ -253,51 +259,60 @@ class ProgramPair:
 
     def _compare_all(self, field: Field) -> None:
         """Refuses results of the program on the mesh that are not those of the one alone."""
-        # Orders decide branches by residues, which the laws of roots change: what counts is noted where it is compared.
-        if field.order is not None:
-            field.coverage = Coverage(identifies=self.coverage.identifies)
-        got, wanted = self._run_both(field)
-        coverage = field.coverage
+        # What counts is noted where it is compared: the laws of roots change residues, and so which differences are
+        # compared with zero, and which of them both sides compare.
+        field.coverage = self._make_coverage(self.coverage.differences)
+        pairs = self._pair_results(field, *self._run_both(field))
+        equal = [find_equal(field, x, y) for x, y in pairs]
         compared = field
-        if field.roots.squares and not self._are_equal(field, got, wanted):
+        coverage = field.coverage
+        has_roots = field.roots.squares or field.roots.of_powers
+        by_laws = self.by_laws and field.order is None
+        if has_roots and (by_laws or not _are_all(equal)):
             with_laws = self._make_with_laws_of_roots(field)
             # What has no number with these laws is as it was without them.
             with suppress(RedrawError, TooDeepError, UnknownValueError):
-                results = self._run_both(with_laws)
-                if self._are_equal(with_laws, *results):
-                    got, wanted = results
-                    coverage = with_laws.coverage
+                pairs_by_laws = self._pair_results(with_laws, *self._run_both(with_laws))
+                equal_by_laws = [find_equal(with_laws, x, y) for x, y in pairs_by_laws]
+                if not _are_all(equal) and _are_all(equal_by_laws):
+                    pairs = pairs_by_laws
+                    equal = equal_by_laws
                     compared = with_laws
-        if field.order is not None and coverage is not None:
-            self.coverage.merge(coverage)
+                    self.needs_laws = True
+                    self.by_laws |= not self.draws + self.orders
+                if compared is with_laws or by_laws:
+                    coverage = with_laws.coverage
         alike = True
-        for index, (name, x, y) in enumerate(zip(self.names, got, wanted, strict=True)):
-            if index < self.values or not field.planted:
-                alike &= self._compare(compared, index, name, x, y)
-        field.deepest = max(field.deepest, compared.deepest)
+        for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
+            alike &= self._compare(compared, index, self.names[index], x, y, mask)
+        if any(_are_outside(x, y).any() for x, y in pairs):  # perhaps it is this that hangs on a tie
+            coverage.forget_ties()
+        self.coverage.merge(coverage)
+        if compared is not field:
+            field.add_notes(compared, (ON_MESH, ALONE))
         self.defined |= alike and field.order is None and not field.planted
+
+    def _make_coverage(self, differences: Differences | None = None) -> Coverage:
+        """What notes the comparisons of one run."""
+        return Coverage(identifies=self.coverage.identifies, differences=differences)
 
     def _make_with_laws_of_roots(self, field: Field) -> Field:
         """The same field, in which multiples of roots are followed through products and quotients."""
-        points, seed, shallow, order, kind, scale, levels, _ = field.settings
-        other = Field(points, seed, shallow, order, kind, scale, levels, laws_of_roots=True)
-        other.centres = field.centres
-        other.elements = field.elements
-        # In a draw real values decide branches, which were noted before.
-        if field.order is not None:
-            other.coverage = Coverage(identifies=self.coverage.identifies)
+        other = field.with_laws_of_roots()
+        other.coverage = self._make_coverage()
         with suppress(RedrawError):
             remember_roots(other, field.roots, field.roots.degree_of_squares)
         return other
 
-    def _are_equal(self, field: Field, got: Sequence[Operand], wanted: Sequence[Operand]) -> bool:
-        """Whether all results that are compared are equal."""
+    def _pair_results(
+        self, field: Field, got: Sequence[Operand], wanted: Sequence[Operand]
+    ) -> list[tuple[Exact, Exact]]:
+        """The results that are compared, of both sides."""
+        pairs = []
         for index, (x, y) in enumerate(zip(got, wanted, strict=True)):
             if index < self.values or not field.planted:
-                a, b = (z if isinstance(z, Exact) else field.lift(z) for z in (x, y))
-                if not find_equal(field, a, b).all():
-                    return False
-        return True
+                pairs.append((lift_operand(field, x), lift_operand(field, y)))
+        return pairs
 
     def _run_both(self, field: Field) -> tuple[list[Operand], list[Operand]]:
         """The results of the program on the mesh, and of the one alone."""
@@ -322,15 +337,14 @@ class ProgramPair:
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
         return got, wanted
 
-    def _compare(self, field: Field, index: int, name: str, x: Operand, y: Operand) -> bool:
+    def _compare(self, field: Field, index: int, name: str, a: Exact, b: Exact, equal: np.ndarray) -> bool:
         """Refuses a result that differs; whether both sides are outside of domains at the same elements."""
-        a, b = (z if isinstance(z, Exact) else field.lift(z) for z in (x, y))
         logs = field.logs or a.factor is not None or b.factor is not None  # whose exps are compared
         most = max(a.used.max(initial=0), b.used.max(initial=0))
         field.deepest = max(field.deepest, int(most))
         if most + logs >= field.levels:
             raise TooDeepError
-        if not find_equal(field, a, b).all():
+        if not equal.all():
             agree, hint = _agree(field, a, b), _missing_law(field)
             text = self._describe(field, index, a, b)
             if agree:
@@ -344,7 +358,7 @@ class ProgramPair:
         self.numbers[name] = are_numbers | self.numbers.get(name, False)
         if field.order is None and not field.planted:  # else it is compared for inputs that are equal alone
             self.degree = self.degree.plus(a.degree, b.degree)
-            done = (a.poison != OUTSIDE) & (b.poison != OUTSIDE)
+            done = ~_are_outside(a, b)
             self.included[name] = done | self.included.get(name, False)
             both = int(((a.poison > 0) & (b.poison > 0) & done).sum())
             if both:
@@ -384,6 +398,15 @@ class ProgramPair:
         """Both programs, to be run once more without noting comparisons."""
         field.coverage = None
         return Runs(field, *self.sides, self.values)
+
+
+def _are_outside(x: Exact, y: Exact) -> np.ndarray:
+    """bool [...]: where a side is outside of the domain of a function, so that nothing is compared."""
+    return (x.poison == OUTSIDE) | (y.poison == OUTSIDE)
+
+
+def _are_all(masks: Sequence[np.ndarray]) -> bool:
+    return all(mask.all() for mask in masks)
 
 
 def _among(field: Field) -> str:

@@ -97,7 +97,134 @@ def beyond_floats(x):
     return jnp.where(exps(x * x + 2, 3) > 2, x, x)
 
 
+def concat(*parts):
+    return jnp.concatenate(parts, 1)
+
+
+def roots_inside(x):
+    """A sum of squares of tanh: no input of which few elements are chosen gives it a value that is given."""
+    return (jnp.tanh(x) ** 2).sum(1, keepdims=True)
+
+
+def exps_inside(x):
+    return jnp.exp(x).sum(1, keepdims=True)
+
+
+def at_ties(compare, left, right, factor=1):
+    """Which of equal numbers is the larger one tells x from zero, or from another number."""
+    return lambda x: jnp.where(compare(left(x), right(x)), factor * x, next_to(x))
+
+
+def both_ways(far, factor):
+    """x in both halves; of those in which `far` is above 1 a multiple."""
+    return lambda x: jnp.where(concat(x, far(x)) > 1, concat(x, factor * x), 0)
+
+
+def beside(x):
+    """A large number, and two that are smaller in all draws."""
+    return concat(x[:, :1] + 1e4, x[:, 1:])
+
+
+def first(x):
+    return x[:, :1] + 1e4
+
+
+def bent(x):
+    return 5 * jnp.tanh(x) + x * x
+
+
+greater, at_least = jnp.greater, jnp.greater_equal
 SPLIT = {
+    # By a law of roots both sides compare the same; where it is of equal numbers no draw has been.
+    "a tie by rsqrt": (
+        at_ties(greater, lambda x: roots_inside(x) * lax.rsqrt(roots_inside(x)), lambda x: 0.9),
+        at_ties(at_least, lambda x: jnp.sqrt(roots_inside(x)), lambda x: 0.9),
+    ),
+    "a tie by a product of roots": (
+        at_ties(greater, lambda x: jnp.sqrt(exps_inside(x) * exps_inside(2 * x)), lambda x: 3),
+        at_ties(at_least, lambda x: jnp.sqrt(exps_inside(x)) * jnp.sqrt(exps_inside(2 * x)), lambda x: 3),
+    ),
+    "a tie by the root of an exp": (
+        at_ties(greater, lambda x: jnp.sqrt(jnp.exp(x * next_to(x))), exps_inside),
+        at_ties(at_least, lambda x: jnp.exp(x * next_to(x) / 2), exps_inside),
+    ),
+    "a tie by the root of one of two exps": (
+        at_ties(greater, lambda x: jnp.sqrt(jnp.where(MASK > 0, jnp.exp(x * x), jnp.exp(x))), exps_inside),
+        at_ties(at_least, lambda x: jnp.where(MASK > 0, jnp.exp(x * x / 2), jnp.exp(x / 2)), exps_inside),
+    ),
+    "a tie by a power of an exp": (
+        at_ties(greater, lambda x: jnp.exp(x * next_to(x)) ** 0.3, exps_inside),
+        at_ties(at_least, lambda x: jnp.exp(0.3 * x * next_to(x)), exps_inside),
+    ),
+    # No number was seen to be equal, beside one that is.
+    "equal by a law of roots": (
+        lambda x: jnp.where(concat(x / jnp.sqrt(x), 0 * x) == concat(jnp.sqrt(x), 0 * x), 1, 0) + 0 * concat(x, x),
+        lambda x: concat(zeros(x), zeros(x) + 1) + 0 * concat(x, x),
+    ),
+    "equal by a law that is missing": (
+        lambda x: jnp.where(concat(jnp.exp2(-x), x) == concat(1 / jnp.exp2(x), x), 1, 0) + 0 * concat(x, x),
+        lambda x: concat(zeros(x), zeros(x) + 1) + 0 * concat(x, x),
+    ),
+    # Ties were met of other elements of the same line, or where nothing was compared.
+    "ties of linear elements alone": (
+        lambda x: jnp.where(concat(x, jnp.tanh(x) + x * x) > 1, concat(x, x), concat(zeros(x) + 1, zeros(x))),
+        lambda x: jnp.where(concat(x, jnp.tanh(x) + x * x) >= 1, concat(x, x), concat(zeros(x) + 1, zeros(x))),
+    ),
+    "ties of a search": (
+        lambda x: jnp.searchsorted(jnp.array([-1.0, 0.7]), jnp.tanh(x) + x * x, side="left").astype(x.dtype) + 0 * x,
+        lambda x: jnp.searchsorted(jnp.array([-1.0, 0.7]), jnp.tanh(x) + x * x, side="right").astype(x.dtype) + 0 * x,
+    ),
+    # Other elements of the same line went both ways.
+    "elements that went one way": (both_ways(lambda x: (x / 1e3) ** 4, 1), both_ways(lambda x: (x / 1e3) ** 4, 2)),
+    # Which element is the largest, of which another one was in every draw.
+    "a maximum": (lambda x: beside(x).max(1, keepdims=True) + 0 * x, lambda x: first(x) + 0 * x),
+    "a running maximum": (lambda x: lax.cummax(beside(x), axis=1), lambda x: first(x) + 0 * x),
+    "a place": (lambda x: jnp.argmax(beside(x), 1, keepdims=True).astype(x.dtype) + 0 * x, lambda x: 0 * x),
+    "a sort": (lambda x: jnp.sort(beside(x), 1), lambda x: concat(jnp.sort(x[:, 1:], 1), first(x))),
+    "a long sort": (
+        lambda x: jnp.sort(concat(*[beside(x)] * 3), 1)[:, -1:] + 0 * x,
+        lambda x: first(x) + 0 * x,
+    ),
+    "places of a sort": (lambda x: jnp.argsort(beside(x), 1)[:, 2:].astype(x.dtype) + 0 * x, lambda x: 0 * x),
+    "the largest two": (
+        lambda x: lax.top_k(beside(x), 2)[0],
+        lambda x: concat(first(x), x[:, 1:].max(1, keepdims=True)),
+    ),
+    "a maximum of devices": (
+        lambda x: lax.pmax(x + 1e4 * (1 - lax.axis_index("d").astype(x.dtype)), "d") + 0 * x,
+        lambda x: jnp.tile(x[:2] + 1e4, (2, 1)) + 0 * x,
+    ),
+    # Where numbers are rounded to the next integer no draw had been.
+    "round half to even": (jnp.round, lambda x: jnp.floor(x + 0.5)),
+    "round half away from zero": (lax.round, jnp.round),
+    "floor of a sum": (lambda x: jnp.floor(3 * x - next_to(x)), lambda x: jnp.floor(3 * x - next_to(x) + 1e-7)),
+    "floor of what is bent": (lambda x: jnp.floor(bent(x)), lambda x: jnp.floor(bent(x) + 1e-7)),
+    "ceil of what is bent": (lambda x: jnp.ceil(bent(x)), lambda x: jnp.ceil(bent(x) + 1e-7)),
+    "integers of what is bent": (
+        lambda x: bent(x).astype(jnp.int32).astype(x.dtype),
+        lambda x: (bent(x) + 1e-7).astype(jnp.int32).astype(x.dtype),
+    ),
+    # Which element, or which branch, follows from an integer that is zero in all draws.
+    "a branch by an integer": (
+        lambda x: lax.switch((x[0, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 2 * x], x),
+        lambda x: x,
+    ),
+    "other branches by an integer": (
+        lambda x: lax.switch((x[0, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 2 * x], x),
+        lambda x: jnp.concatenate(
+            [
+                lax.switch((x[0, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 3 * x], x[:2]),
+                lax.switch((x[2, 0] * 1e-3).astype(jnp.int32), [lambda x: x, lambda x: 3 * x], x[2:]),
+            ]
+        ),
+    ),
+    "a column by an integer": (
+        lambda x: jnp.take(x, (x[0, 0] * 1e-3).astype(jnp.int32), axis=1, mode="clip")[:, None] + 0 * x,
+        lambda x: x[:, :1] + 0 * x,
+    ),
+    # What stands for infinity.
+    "exps of huge numbers": (lambda x: jnp.exp(x - 1e10) * jnp.exp(x + 1e10), zeros),
+    "logarithms less huge numbers": (lambda x: jnp.log(x) - 1e10, lambda x: jnp.log(2 * x) - 1e11),
     # Nothing was between two constants.
     "another threshold": (lambda x: jnp.where(x > 1, x, 0), lambda x: jnp.where(x > 0.5, x, 0)),
     "between thresholds": (lambda x: jnp.where((x > 1) & (x < 2), x, 0), zeros),
@@ -186,6 +313,18 @@ SPLIT = {
     "log of what none sent": (lambda x: x + 0 * jnp.log(shifted(x)), lambda x: x),
     "over what none sent": (lambda x: x + 0 / shifted(x), lambda x: x),
 }
+
+
+# Equal numbers that are met where a logarithm has no value show nothing.
+def test_ties_outside_of_a_domain_are_not_met():
+    def make(compare):
+        return lambda x: jnp.where(compare(-x * next_to(x), 1), 1, 2) * jnp.log(x) * jnp.log(next_to(x))
+
+    mesh, args = sk.abstract_mesh(d=2), (jax.ShapeDtypeStruct((4, 3), jnp.float32),)
+    with jax.numpy_rank_promotion("allow"), pytest.raises(UnprovableError, match="one side takes equal numbers"):
+        sk.testing.assert_equal_for_all_inputs(
+            make(greater), make(at_least), mesh=mesh, in_specs=P("d"), out_specs=P("d"), args=args, grad=False
+        )
 
 
 @pytest.mark.parametrize("name", SPLIT)

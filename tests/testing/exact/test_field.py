@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from shardkit.testing.exact.coverage import ALONE
 from shardkit.testing.exact.crossings import DIVISOR, Crossings, Differences
 from shardkit.testing.exact.numbers.arithmetic import add, invert, matmul, multiply, negate, power, subtract, sum_dims
 from shardkit.testing.exact.numbers.assembly import where
@@ -553,3 +554,12 @@ def test_unknown_numbers_stand_on_every_side_of_constants():
 def test_facts_have_a_row_each():
     assert build_facts((2,), -1, TRULY, 2, 3, OUTSIDE).tolist() == [[-1] * 2, [2] * 2, [2] * 2, [3] * 2, [2] * 2]
     assert (HUGE, TRULY, NOT_A_NUMBER, OUTSIDE) == (1, 2, 1, 2)
+
+
+def test_notes_of_another_field():
+    """What the run of one side noted in a field of its own is noted here too: of an exp, how few values it has."""
+    field, other = Field(1, 3), Field(1, 3)
+    exp(other, draw_input(other, "x", (2,)))
+    field.add_notes(other, [ALONE])
+    assert field.exps
+    assert field.variety == other.variety

@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact.equality import UnprovableError
+from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.arithmetic import invert, multiply, power
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.logarithms import exp as exact_exp
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.square_roots import square_root
 
@@ -80,6 +82,7 @@ def not_projected(residuals, g):
     return (r * g - x * r**2 * (g * x).mean(-1, keepdims=True),)
 
 
+MASK, ORDER = np.array([[1, 0, 1, 0]], bool), np.array([3, 0, 0])
 RIGHT = {
     "x / sqrt(x)": (lambda x: x / sqrt(x), root),
     "x rsqrt(x)": (lambda x: x * rsqrt(x), root),
@@ -99,6 +102,16 @@ RIGHT = {
     "sqrt(exp(2 x))": (lambda x: sqrt(exp(2 * x)), lambda x: exp(x)),
     "rsqrt(exp(x) exp(y))": (lambda x, y: rsqrt(exp(x) * exp(y)), lambda x, y: exp(-(x + y) / 2)),
     "exp(x)**0.3": (lambda x: exp(x) ** 0.3, lambda x: exp(0.3 * x)),
+    "exp(x)**0.1": (lambda x: exp(x) ** 0.1, lambda x: exp(x / 10)),
+    "sqrt of one of two exps": (
+        lambda x, y: sqrt(jnp.where(MASK, exp(x), exp(y))),
+        lambda x, y: jnp.where(MASK, exp(x / 2), exp(y / 2)),
+    ),
+    "sqrt of exps beside each other": (
+        lambda x, y: sqrt(jnp.concatenate([exp(x), exp(y)], 1)),
+        lambda x, y: exp(jnp.concatenate([x, y], 1) / 2),
+    ),
+    "sqrt of exps of a table": (lambda x: sqrt(exp(x)[:, ORDER]), lambda x: exp(x / 2)[:, ORDER]),
     "exp(x)**-0.3": (lambda x: exp(x) ** -0.3, lambda x: exp(-0.3 * x)),
     "x**-0.5": (lambda x: x**-0.5, lambda x: 1 / sqrt(x)),
     "x**1.5": (lambda x: x**1.5, lambda x: x * sqrt(x)),
@@ -209,3 +222,40 @@ def test_the_degrees_of_roots():
     assert sum(weight for _, weight in inverse.degree.inverses.values()) >= 5 * 10
     assert find_equal(field, multiply(field, inverse, tenth), root).all()
     assert square_root(field, invert(field, tenth)).degree.inverses
+
+
+def test_the_degrees_of_products_of_roots():
+    """A product of three roots has the degree of three, and is the root of a product of three numbers."""
+    field = Field(1, 3, laws_of_roots=True)
+    roots = [square_root(field, power(field, draw_input(field, name, ()), 2)) for name in "xyz"]
+    product = multiply(field, multiply(field, *roots[:2]), roots[2])
+    other = square_root(field, power(field, multiply(field, product, product), 1))
+    assert find_equal(field, other, product).all()
+    assert other.degree.total >= 3
+    assert field.roots.degree_of_squares.total >= 3 * 2
+
+
+def test_numbers_of_divisions_with_the_laws_of_roots():
+    """What was divided by before, and what is with the laws, are not one division."""
+    field = Field(1, 3)
+    x = draw_input(field, "x", (2,))
+    before = invert(field, x).degree
+    with_laws = field.with_laws_of_roots()
+    after = invert(with_laws, draw_input(with_laws, "x", (2,))).degree
+    assert not before.inverses.keys() & after.inverses.keys()
+
+
+def test_an_exponent_is_the_simplest_rational():
+    """0.1 of float32 is a tenth, also in real values, by which comparisons are decided."""
+    field = Field(1, 3, laws_of_roots=True)
+    x = draw_input(field, "x", (2,))
+    program = jax.make_jaxpr(lambda x: exp(x) ** 0.1)(np.ones(2, np.float32))
+    [root] = Interpreter(field).run(program, [x])
+    np.testing.assert_allclose(root.real, np.exp(x.real / 10), rtol=1e-14)
+
+
+# As long as no law of roots is asked for, the root of an exp is one like any other, whatever it was taken of.
+def test_powers_without_the_laws_of_roots():
+    field = Field(1, 3)
+    x = square_root(field, exact_exp(field, draw_input(field, "x", (2,))))
+    assert not x.is_power

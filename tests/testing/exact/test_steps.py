@@ -88,6 +88,33 @@ def test_options_of_a_step(options):
     holds(Row({"fsdp": 4}, plan, **options), grad_fn, grad_fn, model.params(), [model.batch(i) for i in range(2)])
 
 
+# By the laws of roots a product is the root of a product that only the other side takes: both need the same roots.
+def test_norms_that_are_written_in_other_ways():
+    def make_loss(normalize):
+        def loss(params, batch, keys):
+            x = batch["x"] @ params["w"]
+            return jnp.mean(jax.nn.relu(normalize(x, (x * x).mean(-1, keepdims=True) + 1)))
+
+        return sk.value_and_grad(loss)
+
+    def divide_twice(x, square):
+        return x / (jnp.sqrt(square) * jnp.sqrt(square + 1))
+
+    def divide_once(x, square):
+        return x / jnp.sqrt(square * (square + 1))
+
+    params = {"w": np.ones((3, 4), np.float32)}
+    batches = [{"x": np.ones((4, 3), np.float32)}] * 2
+    holds(
+        Row({"data": 2}, sk.dp("data")),
+        make_loss(divide_once),
+        make_loss(divide_twice),
+        params,
+        batches,
+        optax.sgd(0.1),
+    )
+
+
 SCHEDULES = (*pipelines.BUILDERS, "from_csv")
 FORMS = [(mode, recompute) for mode in ("masked", "branch") for recompute in (True, False)]
 # Stages and microbatches: fewer than stages, as many, more.

@@ -33,7 +33,8 @@ def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
     roots = None
     if x.roots is not None or y.roots is not None:
         roots = np.where(mask, x.roots_or_zeros, y.roots_or_zeros)
-    return Exact(number, facts, real, factor, degree, roots)
+    is_power = (x.is_power or not mask.any()) and (y.is_power or bool(mask.all()))
+    return Exact(number, facts, real, factor, degree, roots, is_power)
 
 
 def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
@@ -48,7 +49,8 @@ def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
     if any(x.roots is not None for x in arrays):
         roots = join_arrays([x.roots_or_zeros for x in arrays], dim, new, lead=1)
     degree = arrays[0].degree.plus(*(x.degree for x in arrays))
-    return Exact(number, facts, real, factor, degree, roots)
+    is_power = all(x.is_power for x in arrays)
+    return Exact(number, facts, real, factor, degree, roots, is_power)
 
 
 def join_arrays(arrays: Sequence[np.ndarray], dim: int, new: bool, lead: int = 0) -> np.ndarray:

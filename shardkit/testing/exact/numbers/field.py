@@ -18,6 +18,7 @@ the logarithm of a number that happens to be negative, is told apart: nothing is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -215,14 +216,18 @@ class Field:
         if self.coverage is not None:
             self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
 
-    def add_notes(self, other: Field, side: int) -> None:
-        """Adds what a run of one side in another field of the same settings noted, as if it had been in this one."""
+    def add_notes(self, other: Field, sides: Sequence[int]) -> None:
+        """Adds what runs of some sides in another field of like settings noted, as if they had been in this one."""
         self.uninterpreted |= other.uninterpreted
         self.rounded |= other.rounded
-        self.rounded_values[side] = set(other.rounded_values.get(side, ()))  # a copy: `other` is added elsewhere too
+        for side in sides:
+            self.rounded_values[side] = set(
+                other.rounded_values.get(side, ())
+            )  # a copy: `other` is added elsewhere too
         self.domains |= other.domains
         self.chances |= other.chances
         self.logs |= other.logs
+        self.exps |= other.exps
         self.compared += other.compared
         self.deepest = max(self.deepest, other.deepest)
         self.outside = self.outside or other.outside
@@ -260,7 +265,17 @@ class Field:
         roots = x.roots
         if roots is not None:
             roots = np.where(special, NO_ROOT, roots)
-        return Exact(number, facts, real, factor, x.degree, roots)
+        return Exact(number, facts, real, factor, x.degree, roots, x.is_power)
+
+    def with_laws_of_roots(self) -> Field:
+        """The same field without what it has noted, in which multiples of roots are followed through products."""
+        points, seed, shallow, order, kind, scale, levels, _ = self.settings
+        other = Field(points, seed, shallow, order, kind, scale, levels, laws_of_roots=True)
+        other.centres = self.centres
+        other.elements = self.elements
+        # The roots of this field keep their degrees there, in which its divisions have numbers: others come after them.
+        other._divisions = self._divisions
+        return other
 
     # Constants
 

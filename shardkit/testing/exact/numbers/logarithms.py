@@ -53,7 +53,8 @@ def exp(field: Field, x: Exact) -> Exact:
     number = np.where(x.is_low, np.uint64(0), number)
     used = np.where(x.is_low, 0, np.minimum(used, LEVELS))
     real = np.where(x.is_low, 0.0, np.exp(x.real))
-    infinite = np.where(x.infinite == TRULY, TRULY, 0)
+    # What stands for infinity has no finite exp in floats either.
+    infinite = np.where(x.infinite > 0, TRULY, 0)
     facts = build_facts(x.shape, 1, infinite, used, poison=x.poison)
     is_power = x.factor is None
     return field.settle(Exact(number, facts, real, degree=degree, is_power=is_power))

@@ -17,6 +17,7 @@ sizes: there the maximum is 1. Two programs that agree in both orders agree whic
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import exp, exp_keeping_infinity, to_number
 from shardkit.testing.exact.numbers.tower import PRIMES
-from shardkit.testing.exact.numbers.values import HUGE, OUTSIDE, TRULY, Exact
+from shardkit.testing.exact.numbers.values import HUGE, INFINITE, OUTSIDE, TRULY, Exact
 
 _DIGITS = 34  # bits of a real value, by which numbers are put in order
 _SMALLEST = float(np.finfo(np.float64).smallest_subnormal)
@@ -152,6 +153,16 @@ def _choose_curve(field: Field, order: int) -> tuple[float, float]:
     return float(middle), float(steepness)
 
 
+def _take_huge_for_numbers(x: Exact) -> Exact:
+    """The same array, in which no constant stands for infinity."""
+    is_huge = np.abs(x.infinite) == HUGE
+    if not is_huge.any():
+        return x
+    facts = x.facts.copy()
+    facts[INFINITE] = np.where(is_huge, 0, x.infinite)
+    return replace(x, facts=facts)
+
+
 def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
     """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers.
 
@@ -162,8 +173,9 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
         take_exp = exp
         if x.special or y.special:
             take_exp = exp_keeping_infinity
-        x = take_exp(field, x)
-        y = take_exp(field, y)
+        # What stands for infinity is a number here: log(x) - 1e30 is not log(y) - 1e30.
+        x = take_exp(field, _take_huge_for_numbers(x))
+        y = take_exp(field, _take_huge_for_numbers(y))
     x = to_number(field, x)
     y = to_number(field, y)
     # A component is compared where it has a meaning on both sides.

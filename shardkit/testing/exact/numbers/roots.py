@@ -44,6 +44,7 @@ class Root(NamedTuple):
         inverse_of_square: uint64 [components].
         id_of_square: the id of the root of which `square` is a multiple itself.
         used: how many primes exps have used up on the way to it.
+        drawn: how many drawn roots it is a product of.
     """
 
     number: np.ndarray
@@ -52,6 +53,7 @@ class Root(NamedTuple):
     inverse_of_square: np.ndarray
     id_of_square: int
     used: int
+    drawn: int = 1
 
 
 class Square(NamedTuple):
@@ -60,10 +62,12 @@ class Square(NamedTuple):
     Attributes:
         number: uint64 [components].
         used: how many primes exps have used up on the way to it.
+        is_power: whether it is a product of exps, of which a law gives the root.
     """
 
     number: np.ndarray
     used: int
+    is_power: bool
 
 
 class Multiple(NamedTuple):
@@ -106,6 +110,7 @@ class Roots:
         by_square: by the residues of a number, its root.
         squares: by the residues of a root, what it is of.
         products: of two roots, by their ids.
+        of_powers: whether a product of exps was taken to a power that is no whole number.
         degree: a bound of the degree of all roots.
         degree_of_squares: the same of what they are the roots of.
         degree_of_inverses: and of its inverses.
@@ -114,14 +119,17 @@ class Roots:
     def __init__(self, moduli: np.ndarray):
         self._moduli = moduli
         ones = np.ones_like(moduli)
-        self._roots = [Root(ones, ones, ones, ones, NO_ROOT, used=0)]
+        self._roots = [Root(ones, ones, ones, ones, NO_ROOT, used=0, drawn=0)]
         self.ids: dict[bytes, int] = {}
         self.by_square: dict[bytes, Multiple] = {}
         self.squares: dict[bytes, Square] = {}
         self.products: dict[tuple[int, int], Product] = {}
+        self.of_powers = False
         self.degree: Degree = CONSTANT
-        self.degree_of_squares: Degree = CONSTANT
-        self.degree_of_inverses: Degree = CONSTANT
+        # Of what drawn roots are of; a product of three roots is of a product of three such numbers.
+        self._degree_of_one_square: Degree = CONSTANT
+        self._degree_of_one_inverse: Degree = CONSTANT
+        self._most_drawn = 1
         # [roots, components] and [roots], of the list above; built when they are asked for.
         self._numbers = np.ones((0, len(moduli)), np.uint64)
         self._corrections = self._numbers
@@ -130,10 +138,28 @@ class Roots:
     def __getitem__(self, id: int) -> Root:
         return self._roots[id]
 
+    @property
+    def degree_of_squares(self) -> Degree:
+        return self._degree_of_one_square.to_the(self._most_drawn)
+
+    @property
+    def degree_of_inverses(self) -> Degree:
+        return self._degree_of_one_inverse.to_the(self._most_drawn)
+
+    def add_degree_of_squares(self, degree: Degree) -> None:
+        """A bound of the degree of what some more drawn roots are of."""
+        self._degree_of_one_square = self._degree_of_one_square.plus(degree)
+
+    def add_degree_of_inverses(self, degree: Degree) -> None:
+        """The same of its inverses."""
+        self._degree_of_one_inverse = self._degree_of_one_inverse.plus(degree)
+
     def add(self, root: Root, key: bytes, key_of_inverse: bytes) -> int:
         """The id of a new root. Its square and the inverse of that are found by these keys from now on."""
         number = len(self._roots)
         self._roots.append(root)
+        self._most_drawn = max(self._most_drawn, root.drawn)
+        self.degree = self.degree.plus(Degree(root.drawn))
         self.ids[root.number.tobytes()] = number
         self.by_square.setdefault(key, Multiple(number, None))
         # sqrt(1 / x) is sqrt(x) / x.

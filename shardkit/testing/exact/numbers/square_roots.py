@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -20,16 +21,16 @@ _POWERS_OF_TWO = (1, -1, 2, -2, 3, -3)  # 2, 1 / 2, 4, ... of which the squares 
 def square_root(field: Field, x: Exact) -> Exact:
     """The square root: uninterpreted, but for its laws."""
     x = to_number(field, x)
-    if x.is_power:
-        return raise_power(field, x, 0.5)
+    if x.is_power and field.laws_of_roots:
+        return raise_power(field, x, Fraction(1, 2))
     root = apply_function(field, "sqrt", x, sign=1)
     # Which root is of which number is looked up by residues.
     columns = zip(list_columns(root.number), list_columns(x.number), strict=True)
     facts = zip(root.poison.flat, x.used[0].flat, strict=True)
     for (word, square), (poison, used) in zip(columns, facts, strict=True):
         if not poison:
-            field.roots.squares[word.tobytes()] = Square(square, int(used))
-    field.roots.degree_of_squares = field.roots.degree_of_squares.plus(x.degree)
+            field.roots.squares[word.tobytes()] = Square(square, int(used), x.is_power)
+    field.roots.add_degree_of_squares(x.degree)
     if not field.laws_of_roots:
         return root
     return _find_roots(field, x, root)
@@ -100,7 +101,8 @@ def remember_roots(field: Field, roots: Roots, degree: Degree) -> None:
     numbers = np.stack([np.frombuffer(word, np.uint64) for word in roots.squares], 1)
     squares = np.stack([square.number for square in roots.squares.values()], 1)
     used = np.array([square.used for square in roots.squares.values()], np.int8)
-    is_drawn = (numbers != 0).any(0) & (squares != 1).any(0)  # all but the roots of 0 and 1
+    is_power = np.array([square.is_power for square in roots.squares.values()])  # of these a law gives the root
+    is_drawn = (numbers != 0).any(0) & (squares != 1).any(0) & ~is_power  # nor are the roots of 0 and 1
     ids_of_squares = np.zeros(int(is_drawn.sum()), np.int32)
     _add_roots(field, numbers[:, is_drawn], squares[:, is_drawn], used[is_drawn], ids_of_squares, degree)
 
@@ -137,8 +139,8 @@ def _add_roots(
     inverse_degree = field.degree_of_inverses(degree.times(INPUT), len(keys))
     divisions = {division: (0, weight) for division, (_, weight) in inverse_degree.inverses.items()}
     field.roots.degree = field.roots.degree.plus(Degree(1, divisions))
-    field.roots.degree_of_squares = field.roots.degree_of_squares.plus(degree)
-    field.roots.degree_of_inverses = field.roots.degree_of_inverses.plus(INPUT.times(inverse_degree))
+    field.roots.add_degree_of_squares(degree)
+    field.roots.add_degree_of_inverses(INPUT.times(inverse_degree))
 
 
 def _find_scaled_root(field: Field, key: bytes, keys_of_scaled: Sequence[bytes]) -> bool:
@@ -229,10 +231,10 @@ def _make_product(field: Field, x: Root, y: Root) -> Product:
     id_of_square = NO_ROOT
     if NO_ROOT in (x.id_of_square, y.id_of_square):
         id_of_square = max(x.id_of_square, y.id_of_square)
-    root = Root(x.number * y.number % p, inverses, square, inverse_of_square, id_of_square, used)
+    drawn = x.drawn + y.drawn
+    root = Root(x.number * y.number % p, inverses, square, inverse_of_square, id_of_square, used, drawn)
     # `sqrt(a b)` is this product wherever it has a value: if both are negative, no other number hangs on their roots.
     id = roots.add(root, _key(square, valid), _key(inverse_of_square, valid))
-    roots.degree = roots.degree.plus(INPUT.times(INPUT))
     return Product(np.ones_like(p), id, CONSTANT)
 
 
@@ -249,7 +251,7 @@ def _list_keys(x: np.ndarray, valid: np.ndarray) -> list[bytes]:
     return [words[start : start + width] for start in range(0, len(words), width)]
 
 
-def raise_power(field: Field, x: Exact, exponent: float) -> Exact:
+def raise_power(field: Field, x: Exact, exponent: Fraction) -> Exact:
     """exp(y) to a positive power that is no whole number, by the law exp(y)**a = exp(a y).
 
     Worked example: modulo 11, where exp(y) is 4**y for y modulo 5, the root of exp(3) is 4**(3 / 2). A half is 3
@@ -257,13 +259,15 @@ def raise_power(field: Field, x: Exact, exponent: float) -> Exact:
     """
     p = field.residues.primes_of(x.number)
     points = field.points
-    # One prime lower, as the exponent of an exp; the lowest prime has none, and no exp has a meaning there.
-    exponents = field.lift(np.float32(exponent)).number.reshape(p.shape)
+    # One prime lower, as the exponent of an exp; the lowest prime has none, and no exp has a meaning there. A third is
+    # a number modulo each of them, as any rational is.
+    residues = [exponent.numerator * pow(exponent.denominator, -1, modulus) % modulus for modulus in p.ravel().tolist()]
+    exponents = np.array(residues, np.uint64).reshape(p.shape)
     exponents = np.concatenate([exponents[:points], exponents[:-points]])
     number = raise_residues(x.number, exponents, p)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
     facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
-    return field.settle(Exact(number, facts, x.real**exponent, degree=x.degree, is_power=True))
+    return field.settle(Exact(number, facts, x.real ** float(exponent), degree=x.degree, is_power=True))
 
 
 def find_common_roots(roots: np.ndarray, dims: Sequence[int], keep: bool) -> np.ndarray:

@@ -114,8 +114,8 @@ class Exact:
         degree: bounds of its degree.
         roots: int32 [1, ...], the id of the square root of which an element is a multiple (`roots.py`), 0 where none is
             known; None where none is known for any.
-        is_power: whether all elements are products of exps, and of their powers: a power of 4 modulo each prime, of
-            which any root is another one.
+        is_power: whether all elements are products of exps, and of their powers, or no numbers: a power of 4 modulo
+            each prime, of which any root is another one. Only the laws of roots use it.
     """
 
     # The parts that `move` moves, each behind its leading dim.

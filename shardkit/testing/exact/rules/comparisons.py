@@ -66,6 +66,9 @@ def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     # NaN has no place in the order: it is not equal to itself, though its residues are.
     has_equal_keys = find_keys(scope.field, x) == find_keys(scope.field, y)
     equal = has_equal_numbers & has_equal_keys
+    if scope.field.coverage is not None:
+        coincides = has_equal_keys & ~has_equal_numbers
+        scope.field.coverage.note_coincidence(scope.field, equation, scope.line(equation), coincides)
     if equation.primitive.name == "ne":
         return scope.decide(equation, ~equal, x, y)
     return scope.decide(equation, equal, x, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 from shardkit.testing.exact.numbers import arithmetic, logarithms
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
+from shardkit.testing.exact.numbers.constants import simplest
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.square_roots import raise_power, square_root
@@ -77,14 +79,16 @@ def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         return arithmetic.power(field, scope.lift_one(x), int(exponent))
     x = scope.lift_one(x)
     if x.is_power:  # exp(x)**0.3 is exp(0.3 x)
-        return _raise_exp(field, x, float(exponent))
+        field.roots.of_powers = True
+        if field.laws_of_roots:
+            return _raise_exp(field, x, simplest(float(exponent), np.asarray(y).dtype))
     quarters = 4 * exponent
     if quarters == np.round(quarters) and abs(exponent) <= _LARGEST_POWER:
         return _multiply_roots_of(field, x, int(quarters))
     return apply_function(field, "pow", *scope.lift(x, y))
 
 
-def _raise_exp(field: Field, x: Exact, exponent: float) -> Exact:
+def _raise_exp(field: Field, x: Exact, exponent: Fraction) -> Exact:
     """A product of exps to a power that is no whole number."""
     result = raise_power(field, x, abs(exponent))
     if exponent < 0:

@@ -46,6 +46,8 @@ def apply_collective(
     axes = mesh_axes(equation)
     row = registered(name)
     if row.kind == "all_reduce":
+        if row.reduces in ("maximum", "minimum"):
+            devices.note_extremes(equation, operands, axes, largest=row.reduces == "maximum")
         return [devices.reduce(x, axes, row.reduces or "sum") for x in operands]
     if row.kind == "all_gather":
         return [devices.gather(x, axes, params["all_gather_dimension"], params["tiled"]) for x in operands]
@@ -121,6 +123,16 @@ class Devices:
         if n > 1:
             return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), n)))
         return x
+
+    def note_extremes(self, equation: Any, operands: Sequence[Operand], axes: Sequence[str], largest: bool) -> None:
+        """Notes which devices had the largest, or smallest, numbers."""
+        dims = tuple(self._find_dims(axes))
+        scope = Scope(self.field, len(self.axes))
+        for x in operands:
+            if isinstance(x, Exact) and math.prod(x.shape[dim] for dim in dims) > 1:
+                keys = find_keys(self.field, x)
+                extremes = keys.max(dims, keepdims=True) if largest else keys.min(dims, keepdims=True)
+                scope.choose(equation, keys == extremes, x)
 
     def _take_extreme(self, x: Operand, dim: int, largest: bool) -> Operand:
         if not isinstance(x, Exact):

@@ -130,7 +130,8 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     places_of_results = _find_places(equation, operands, moved, scope.rank)
     sources = [scope.lift_one(operands[index]) for index in moved]
     # One element more, [*ones], for what is out of bounds.
-    sources.append(scope.field.lift(np.full((1,) * scope.rank, _fill_value(equation))))
+    filling = _fill_value(equation)
+    sources.append(scope.field.lift(np.full((1,) * scope.rank, filling)))
     lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
     degree = sources[0].degree.plus(*(x.degree for x in sources))
     number = _flatten_sources([x.number for x in sources], lead)
@@ -143,7 +144,9 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     roots = None
     if any(x.roots is not None for x in sources):
         roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
-    source = Exact(number, facts, real, factor, degree, roots)
+    # Of what is no number any power is none.
+    is_power = all(x.is_power for x in sources[:-1]) and bool(np.isnan(filling))
+    source = Exact(number, facts, real, factor, degree, roots, is_power)
     results = []
     for places in places_of_results:
         results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))

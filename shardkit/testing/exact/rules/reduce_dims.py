@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,9 @@ def reduce_extreme(scope: Scope, equation: Any, x: Exact) -> Exact:
     dims = scope.reduced_dims(equation)
     largest = equation.primitive.name == "reduce_max"
     # One place for each result, in the reduced dims taken as one.
-    places = _find_extremes(find_keys(scope.field, x), dims, largest)
+    keys = find_keys(scope.field, x)
+    places = _find_extremes(keys, dims, largest)
+    _note_extremes(scope, equation, x, keys, dims, largest)
 
     def pick(part: np.ndarray) -> np.ndarray:
         part = _flatten_dims(part, [1 + dim for dim in dims])
@@ -57,9 +60,18 @@ def find_place_of_extreme(scope: Scope, equation: Any, x: Exact) -> Known:
     """argmax and argmin."""
     largest = equation.primitive.name == "argmax"
     keys = find_keys(scope.field, x)
-    places = _find_extremes(keys, scope.reduced_dims(equation), largest)
+    dims = scope.reduced_dims(equation)
+    places = _find_extremes(keys, dims, largest)
+    _note_extremes(scope, equation, x, keys, dims, largest)
     indices = places.astype(equation.params["index_dtype"])
     return scope.field.marks.add(indices, natural=True)
+
+
+def _note_extremes(scope: Scope, equation: Any, x: Exact, keys: np.ndarray, dims: Sequence[int], largest: bool) -> None:
+    """Notes which elements were the largest, or smallest, along some dims."""
+    if math.prod(x.shape[dim] for dim in dims) > 1:
+        extremes = keys.max(tuple(dims), keepdims=True) if largest else keys.min(tuple(dims), keepdims=True)
+        scope.choose(equation, keys == extremes, x)
 
 
 def _find_extremes(keys: np.ndarray, dims: Sequence[int], largest: bool) -> np.ndarray:
@@ -80,7 +92,6 @@ def _flatten_dims(x: np.ndarray, dims: Sequence[int]) -> np.ndarray:
 
 def cumulate(scope: Scope, equation: Any, x: Exact) -> Exact:
     """cumsum, cumprod, cummax and cummin, term by term."""
-    name = equation.primitive.name
     dim = scope.rank + equation.params["axis"]
     n = x.shape[dim]
     if not n:
@@ -90,15 +101,16 @@ def cumulate(scope: Scope, equation: Any, x: Exact) -> Exact:
     if equation.params["reverse"]:
         terms.reverse()
     totals = [terms[0]]
-    for term in terms[1:]:
-        totals.append(_accumulate(scope, name, totals[-1], term))
+    for number, term in enumerate(terms[1:], 1):
+        totals.append(_accumulate(scope, equation, totals[-1], term, number))
     if equation.params["reverse"]:
         totals.reverse()
     return join_exact(totals, dim, new=True)
 
 
-def _accumulate(scope: Scope, name: str, total: Exact, term: Exact) -> Exact:
+def _accumulate(scope: Scope, equation: Any, total: Exact, term: Exact, number: int) -> Exact:
     """A running sum, product or extreme, with one term more."""
+    name = equation.primitive.name
     if name == "cumsum":
         return add(scope.field, total, term)
     if name == "cumprod":
@@ -110,4 +122,5 @@ def _accumulate(scope: Scope, name: str, total: Exact, term: Exact) -> Exact:
         stays = before >= key
     else:
         stays = before <= key
+    scope.choose(equation, stays, term, f" of term {number}")
     return where(stays | np.isnan(before), total, term)

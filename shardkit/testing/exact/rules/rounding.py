@@ -27,7 +27,8 @@ from shardkit.testing.exact.numbers.values import INPUT, Exact
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.scope import Scope
 
-_NEAR = 1e-6  # how far from an integer a real value is looked at more closely
+_NEAR = 1e-6  # how far from a jump a real value is looked at more closely
+_ROUNDS = 1e-12  # how far from it a real value is that is there, but for rounding
 
 
 def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
@@ -44,7 +45,7 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
     if x.degree.total and field.order is not None:
         return _truncate_in_an_order(scope, x)
     # Known from here on, and marked: which integer it is follows from the draw.
-    integers = _round_real(scope, x, "to an integer", np.trunc)
+    integers = _round_real(scope, equation, x, "to an integer", np.trunc)
     return field.marks.add(integers.astype(new_dtype))
 
 
@@ -59,7 +60,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
     function = functions[name]
     if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO:
         function = _round_away
-    integers = _round_real(scope, x, name, function)
+    integers = _round_real(scope, equation, x, name, function)
     # It counts as an input: it is another constant in another draw.
     constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # whose sign may be another one in another draw
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
@@ -70,18 +71,29 @@ def _round_away(x: np.ndarray) -> np.ndarray:
     return np.trunc(x + np.copysign(0.5, x))
 
 
-def _round_real(scope: Scope, x: Exact, name: str, function: Callable[..., Any]) -> np.ndarray:
-    """The integers of real values. Of a value next to an integer the field says whether it is that integer."""
+def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Callable[..., Any]) -> np.ndarray:
+    """The integers of real values. Of a value next to a jump the field says whether it is there."""
     field = scope.field
     if x.degree.total:
         field.uninterpreted.add(name)
     find_keys(field, x)  # refuses values beyond floats
     real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
-    nearest = np.rint(real)
+    # floor, ceil and trunc jump at integers, round halfway between them.
+    jump = np.rint(real)
+    if name == "round":
+        jump = np.floor(real) + 0.5
     # 2.9999999 is 3 if the number is: (x / 3) * 3 of an x that was drawn as 3. Else it is 2.
-    is_near = np.abs(real - nearest) < _NEAR * np.maximum(np.abs(real), 1)
-    is_whole = is_near & find_equal(field, x, field.lift(nearest))
-    return np.where(is_whole, nearest, function(real))
+    size = np.maximum(np.abs(real), 1)
+    is_near = np.abs(real - jump) < _NEAR * size
+    is_there = is_near & find_equal(field, x, field.lift(jump))
+    if field.coverage is not None:
+        field.coverage.note_jump(field, equation, x, field.lift(jump))
+        is_rounded_there = ~is_there & (np.abs(real - jump) < _ROUNDS * size)
+        field.coverage.note_coincidence(field, equation, scope.line(equation), is_rounded_there & (x.poison == 0))
+    integers = function(np.where(is_there, jump, real))
+    if field.coverage is not None:
+        field.coverage.note_rounding(field, equation, scope.line(equation), x, integers)
+    return integers
 
 
 def _round_in_an_order(scope: Scope, name: str, x: Exact) -> Exact:

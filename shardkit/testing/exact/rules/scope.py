@@ -63,6 +63,12 @@ class Scope:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         return self.field.marks.add(np.asarray(truth), decision=True)
 
+    def choose(self, equation: Any, chosen: np.ndarray, x: Exact, part: str = "") -> None:
+        """Notes which elements of x an equation chose among others, as the largest of a row."""
+        if self.field.coverage is not None and x.degree.total:
+            asked = (x.poison == 0) & (x.infinite == 0)
+            self.field.coverage.note_choice(self.field, equation, self.line(equation), chosen, asked, part)
+
     def divide_by(self, equation: Any, x: Exact) -> None:
         """Notes what an equation divides by, or takes the logarithm of."""
         if self.field.coverage is not None:

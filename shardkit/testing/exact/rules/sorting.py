@@ -14,6 +14,8 @@ from shardkit.testing.exact.rules.comparisons import put_nan_last
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.scope import Scope
 
+_MOST_COMPARED = 8  # elements of a row that are compared with all others of it
+
 
 def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
     """sort of several arrays by the first `num_keys` of them, by the order of the field where these are in it.
@@ -27,7 +29,10 @@ def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
     shape = np.broadcast_shapes(*(x.shape for x in operands))
     keys = []
     for x in key_operands:
-        key = find_keys(scope.field, x) if isinstance(x, Exact) else np.asarray(x)
+        key = np.asarray(x)
+        if isinstance(x, Exact):
+            key = find_keys(scope.field, x)
+            _note_order(scope, equation, x, key, dim)
         keys.append(np.moveaxis(np.broadcast_to(key, shape), dim, -1))
     keys.reverse()  # numpy's lexsort sorts by the last key first
     places = np.moveaxis(np.lexsort(keys, -1), -1, dim)
@@ -52,12 +57,26 @@ def take_top(scope: Scope, equation: Any, x: Exact) -> list[Operand]:
     keys = find_keys(scope.field, x)
     if not params.get("is_max_k", True):
         keys = -keys
+    _note_order(scope, equation, x, keys, dim)
     keys = put_nan_last(keys)  # what is no number comes first, as the largest
     # Stable: of equal numbers the first comes first, as in jax.
     descending = np.argsort(-keys, axis=dim, kind="stable")
     places = np.take(descending, range(params["k"]), dim)
     indices = scope.field.marks.add(places.astype(np.int32), natural=True)
     return [_take_along(x, places, dim, x.shape), indices]
+
+
+def _note_order(scope: Scope, equation: Any, x: Exact, keys: np.ndarray, dim: int) -> None:
+    """Notes of which elements each is larger; in rows of many, which are the largest and the smallest."""
+    n = x.shape[dim]
+    if n < 2:
+        return
+    if n > _MOST_COMPARED:
+        scope.choose(equation, keys == keys.max(dim, keepdims=True), x, " largest")
+        scope.choose(equation, keys == keys.min(dim, keepdims=True), x, " smallest")
+        return
+    for distance in range(1, n):
+        scope.choose(equation, keys > np.roll(keys, distance, dim), x, f" by {distance}")
 
 
 def _take_along(x: Operand, places: np.ndarray, dim: int, shape: Sequence[int]) -> Operand:
