@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import raised
+from shardkit.meshes.layout import path_name
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.metrics import if_finite
@@ -161,6 +162,7 @@ def update_state(
     grads = restore(grads, storage)
     old_params = restore(state.params, storage)
     old_opt_state = restore(state.opt_state, opt_storage)
+    _check_is_of(optimizer, policy, old_opt_state, old_params)
 
     def update(inputs: Any, old: Any) -> Any:
         grads, loss = inputs
@@ -179,6 +181,37 @@ def update_state(
     if loss_scale is not None and "finite" in metrics:
         loss_scale = next_loss_scale(policy, loss_scale, metrics["finite"])
     return store(params, storage), store(opt_state, opt_storage), loss_scale
+
+
+def _check_is_of(optimizer: Any, policy: Precision, opt_state: Any, params: Any) -> None:
+    """Refuses the state of another optimizer or precision. `sgd` would ignore that of `adam`, and return it as it is.
+
+    Raises:
+        ValueError: for a state with other leaves than the optimizer makes of these parameters.
+    """
+    # Names, not the types of nodes: those of an optimizer may hold a function that its init makes anew.
+    names = _leaf_names(opt_state)
+    expected = _leaf_names(jax.eval_shape(partial(init_opt_state, optimizer, policy), params))
+    lacking = [name for name in expected if name not in names]
+    further = [name for name in names if name not in expected]
+    if lacking:
+        difference = f"lacks leaf {lacking[0]}"
+    elif further:
+        difference = f"has leaf {further[0]}, which this optimizer does not make"
+    else:
+        return
+    raise ValueError(
+        f"step: the state must be of the optimizer and the precision of the step; it {difference}. Build the step "
+        "with those of the state, or begin anew with init(state.params, state.key)."
+    )
+
+
+def _leaf_names(opt_state: Any) -> list[str]:
+    """The leaves of a TrainState's optimizer state, by name."""
+    names = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(opt_state):
+        names.append(f"opt_state.{path_name(path)}")
+    return names
 
 
 def _keep_frozen(new: Any, old: Any, frozen: Sequence[bool]) -> Any:

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import ARRAYS, check_kind
 from shardkit._jax import compat
 from shardkit.meshes.layout import path_name
@@ -83,7 +85,7 @@ class Step:
                     self._first = None
             new, metrics = self._run(*args)
         except (TypeError, ValueError):
-            _check_batch(batch)
+            _check_batch(batch, self.mesh)
             raise
         if expected is not None:
             expected.compare(metrics)
@@ -94,11 +96,11 @@ class Step:
 
     def trace(self, state: TrainState, batch: Any = None) -> jax.stages.Traced:
         """The program of one call, as a jaxpr."""
-        return _call_checked(self._run.trace, self._arguments(state, batch))
+        return _call_checked(self._run.trace, self._arguments(state, batch), self.mesh)
 
     def lower(self, state: TrainState, batch: Any = None) -> jax.stages.Lowered:
         """The program of one call, for the compiler."""
-        return _call_checked(self._run.lower, self._arguments(state, batch))
+        return _call_checked(self._run.lower, self._arguments(state, batch), self.mesh)
 
     def _check_newest(self, state: TrainState) -> None:
         """Refuses a state of which an earlier step has taken the memory."""
@@ -135,16 +137,31 @@ class Step:
         return state._replace(key=None), state.key, batch
 
 
-def _call_checked(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any]) -> Any:
-    """`call(*args)`; where it fails, an error says what of the batch is no array."""
+def _call_checked(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any], mesh: Any) -> Any:
+    """`call(*args)`; where it fails, an error says what is wrong with the batch."""
     try:
         return call(*args)
     except (TypeError, ValueError):
         _, _, batch = args
-        _check_batch(batch)
+        _check_batch(batch, mesh)
         raise
 
 
-def _check_batch(batch: Any) -> None:
-    """Refuses what is no array, for a call that has failed: jax's error names a function that is not the caller's."""
+def _check_batch(batch: Any, mesh: Any) -> None:
+    """Refuses what is no array, or is on other devices, for a call that has failed: jax's error names neither remedy.
+
+    `mesh` is None for a step that was loaded from a file.
+    """
     check_kind("step", "batch", batch, (ARRAYS,))
+    if not isinstance(mesh, Mesh):
+        return
+    devices = set(mesh.devices.flat)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        # jit moves an array that nobody has put on a device.
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed and x.devices() != devices:
+            numbers = sorted(device.id for device in x.devices())
+            raise ValueError(
+                f"step: the batch must be on the devices of the mesh, {sized(mesh.shape.items())}; leaf "
+                f"{path_name(path)} is on devices {numbers}. Pass arrays of the host, or sk.shard(batch, mesh, "
+                "plan.batch_spec(mesh))."
+            )

@@ -497,9 +497,9 @@ def test_what_lint_finds_wrong_is_refused():
     message = refused(dropped, **options)
     assert re.fullmatch(
         r"step: test_first_call.py:\d+ \(.*dropped\): float32\[8,3\], which differs along 'model', is combined with "
-        r"random numbers that are equal there, because their key is. Fold the device's index into the key with "
-        r"fold_axis\(key, 'model'\), or derive a key for each example with fold_keys. Pass make_train_step\(..., "
-        r"check=False\) to run it as it is.",
+        r"random numbers that are equal there, because their key is. Draw from a key for each example or token, for "
+        r"the same numbers on every mesh, or fold the device's index into the key with fold_axis\(key, 'model'\), for "
+        r"numbers that depend on the size of the axis. Pass make_train_step\(..., check=False\) to run it as it is.",
         message,
     )
     step, state, batch = stepped(dropped, check=False, **options)

@@ -191,6 +191,41 @@ def test_a_state_of_another_plan_or_mesh_and_what_is_no_state(axis_type):
     )
 
 
+@pytest.mark.check
+def test_a_state_of_another_optimizer():
+    """sgd took the state of adam, and returned it unused; adam failed at sgd's, and was said to need more arguments."""
+    optimizers = {"sgd": SGD, "adam": optax.adam(0.1)}
+    made = {name: sk.make_train_step(OWN, optimizer, mesh=MESH, plan=PLAN) for name, optimizer in optimizers.items()}
+    params, batch = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    states = {name: init.abstract(params) for name, (init, _) in made.items()}
+    lowered = sk.make_train_step(
+        OWN, SGD, mesh=MESH, plan=PLAN, precision=sk.Precision(param=jnp.bfloat16, master=jnp.float32)
+    )
+    wrong = "step: the state must be of the optimizer and the precision of the step; it {}. Build the step with those "
+    wrong += "of the state, or begin anew with init(state.params, state.key)."
+    extra = wrong.format("has leaf opt_state.0.count, which this optimizer does not make")
+    for step, state, message in [
+        (made["sgd"].step, states["adam"], extra),
+        (made["adam"].step, states["sgd"], wrong.format("lacks leaf opt_state.0.count")),
+        (lowered.step, states["sgd"], wrong.format("lacks leaf opt_state.copy.w")),
+    ]:
+        with value_error(message):
+            step.trace(state, batch)
+
+
+@pytest.mark.check
+def test_a_batch_on_other_devices():
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    init, step = sk.make_train_step(OWN, SGD, mesh=mesh, plan=PLAN)
+    state = init.abstract({"w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+    elsewhere = jax.device_put(np.ones((4, 8), np.float32), jax.devices()[5])
+    with value_error(
+        "step: the batch must be on the devices of the mesh, data=2; leaf x is on devices [5]. Pass arrays of the "
+        "host, or sk.shard(batch, mesh, plan.batch_spec(mesh))."
+    ):
+        step.lower(state, {"x": elsewhere})
+
+
 def masked_mean(params, batch, keys):
     error = (batch["x"] @ params["w"]) ** 2
     return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)

@@ -28,8 +28,8 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
             f"{format_type(operand.variable)}, which differs along {quoted(operand.axes)}, is combined with random "
             "numbers that are equal there, because their key is.",
             find_line(equation, block.context),
-            f"Fold the device's index into the key with fold_axis(key, {operand.axes[0]!r}), or derive a key for "
-            "each example with fold_keys.",
+            "Draw from a key for each example or token, for the same numbers on every mesh, or fold the device's index "
+            f"into the key with fold_axis(key, {operand.axes[0]!r}), for numbers that depend on the size of the axis.",
         )
 
 
