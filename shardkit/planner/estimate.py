@@ -24,7 +24,7 @@ from shardkit.planner.candidates import Candidate
 from shardkit.planner.layout import REMAT, Layout
 from shardkit.planner.machine import Machine
 from shardkit.planner.memory import find_peak
-from shardkit.planner.model import Model
+from shardkit.planner.model import Model, check_sizes
 from shardkit.planner.operations import time_attention, time_operations
 from shardkit.planner.pipelined import run_pipeline
 from shardkit.planner.share import Share, find_misfit, find_share
@@ -132,6 +132,7 @@ def _time_traffic(share: Share, machine: Machine) -> dict[str, float]:
 def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequence: int) -> tuple[Layout, int, int]:
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     _check_kinds(model, layout)
+    check_sizes(model)
     names = [name for name in layout._fields if name != "remat"]
     sizes = {name: getattr(layout, name) for name in names}
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)

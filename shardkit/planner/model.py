@@ -143,7 +143,7 @@ class Model(NamedTuple):
             >>> sk.planner.Model(layers=32, hidden=4096, heads=32, vocabulary=32000, ffn=14336, experts=8).layer()
             (67149824, 1409286144)
         """
-        model = _check(self)
+        model = check_sizes(self)
         matrices = 3 if model.gated else 2
         attention = model.attention
         if attention is None:
@@ -158,7 +158,7 @@ class Model(NamedTuple):
 
     def parameters(self) -> int:
         """The number of parameters."""
-        model = _check(self)
+        model = check_sizes(self)
         layers_with_experts = model.layers - model.dense
         stack = model.dense * sum(model.layer(0)) + layers_with_experts * sum(model.layer())
         tables = 1 if model.tied else 2
@@ -167,7 +167,7 @@ class Model(NamedTuple):
 
     def active(self) -> int:
         """The number of parameters one token uses: all except the experts it does not choose."""
-        model = _check(self)
+        model = check_sizes(self)
         layers_with_experts = model.layers - model.dense
         _, experts = model.layer()
         return model.parameters() - layers_with_experts * (experts - model._count_routed())
@@ -184,7 +184,7 @@ class Model(NamedTuple):
             >>> f"{model.flops(8192):.3g}"
             '1.93e+10'
         """
-        model = _check(self)
+        model = check_sizes(self)
         [sequence] = checks.count("planner", sequence=sequence)
         return _count_flops(model, sequence)
 
@@ -204,7 +204,7 @@ class Model(NamedTuple):
             >>> model.rows(8192, 4096, ways=8), model._replace(capacity=None).rows(8192, 4096, ways=8)
             (20480, 65536)
         """
-        model = _check(self)
+        model = check_sizes(self)
         tokens, sequence, ways = checks.whole("planner", tokens=tokens, sequence=sequence, ways=ways)
         if not model.experts or model.experts % ways:
             raise ValueError(
@@ -239,7 +239,7 @@ def _count_flops(model: Model, sequence: int) -> int:
     return 2 * (products + model.layers * scores + model.hidden * model.vocabulary)
 
 
-def _check(model: Model) -> Model:
+def check_sizes(model: Model) -> Model:
     """The sizes as Python integers, which do not overflow; refuses those that do not add up."""
     return _check_sizes(model, tuple(type(size) for size in model))
 

@@ -193,6 +193,16 @@ def test_errors(message, asked):
             ask(SMALL, layout, **{"chip": "v5p", "batch": 8, "sequence": 512} | options)
 
 
+# 2.5 layers were not divisible by one stage, and four in quotes were a raw error of string formatting.
+@pytest.mark.parametrize("layers", [2.5, "4"])
+def test_sizes_of_a_model_are_whole_numbers(layers):
+    model = SMALL._replace(layers=layers)
+    for ask in (planner.search, planner.estimate):
+        subject = {"chips": 8} if ask is planner.search else {"layout": Layout()}
+        with pytest.raises((TypeError, ValueError), match=r"^planner: layers must be a whole number"):
+            ask(model, **subject, chip="v5p", batch=8, sequence=512)
+
+
 def test_errors_of_a_search_and_of_the_rest():
     with value_error(
         "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 16 heads and "
