@@ -19,7 +19,7 @@ from shardkit._jax.dependence import without_unused
 from shardkit.testing._compare import UnequalError, describe_shapes
 from shardkit.testing.exact.draws import equal, of_kernels
 from shardkit.testing.exact.equality import Equality, certify, check_floats, describe_array, make_input
-from shardkit.testing.exact.imported import CompiledProgram
+from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.program_pair import UnprovableError
@@ -80,7 +80,7 @@ def assert_compiled_equal(
     check_floats(where, shapes)
     traced = function.trace(*args)
     compiled = traced.lower().compile()
-    program = CompiledProgram.of(compiled)
+    program = ImportedProgram.of(compiled)
     leaves = jax.tree.leaves(args)
     abstract = jax.tree.leaves(shapes)
     results = jax.tree_util.tree_leaves_with_path(compiled.out_info)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
-
-if TYPE_CHECKING:
-    from shardkit.testing.exact.coverage import Coverage
 
 # What is noted is no comparison, but what must not be zero, or what is rounded and where it jumps.
 DIVISOR, JUMP = "divisor", "jump"
@@ -78,11 +75,11 @@ class Crossings:
         self.crossed: Counter[Any] = Counter()
         self._tie: tuple[Any, int] | None = None
 
-    def note_end(self, coverage: Coverage) -> None:
-        """Notes which numbers the last element was to make equal: of those that it did not, no tie may be met."""
+    def note_end(self, tried: dict[Any, set[int]]) -> None:
+        """Adds which numbers the last element was to make equal: of those that it did not, no tie may be met."""
         if self._tie is not None:
             place, index = self._tie
-            coverage.tried.setdefault(place, set()).add(index)
+            tried.setdefault(place, set()).add(index)
 
     def kind(self) -> str:
         """What all other elements are drawn as."""

@@ -27,7 +27,7 @@ from shardkit.testing.exact.stablehlo import ImportedModule
 AXIS = "device"
 
 
-class Layout(NamedTuple):
+class DevicePieces(NamedTuple):
     """Where the pieces of a global array are.
 
     Attributes:
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, sharding: Any, shape: tuple[int, ...], devices: Sequence[Any]) -> Layout:
+    def of(cls, sharding: Any, shape: tuple[int, ...], devices: Sequence[Any]) -> DevicePieces:
         """The layout of an array of this shape under a sharding."""
         indices = sharding.devices_indices_map(shape)
         starts = []
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         return jnp.stack(pieces)
 
 
-class CompiledProgram(NamedTuple):
+class ImportedProgram(NamedTuple):
     """A compiled program, in terms of global arrays.
 
     Attributes:
@@ -69,12 +69,12 @@ class CompiledProgram(NamedTuple):
 
     module: ImportedModule
     kept: tuple[int, ...]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[DevicePieces, ...]
+    outputs: tuple[DevicePieces, ...]
     platform: str
 
     @classmethod
-    def of(cls, compiled: Any) -> CompiledProgram:
+    def of(cls, compiled: Any) -> ImportedProgram:
         """That of a `jax.stages.Compiled`."""
         (module,) = compiled.runtime_executable().hlo_modules()
         serialized = module.as_serialized_hlo_module_proto()
@@ -117,7 +117,7 @@ class CompiledProgram(NamedTuple):
             results = self.module(*(lax.squeeze(row, (0,)) for row in rows))
             return [lax.expand_dims(x, (0,)) for x in results]
 
-        run = jax.shard_map(run_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        run = jax.shard_map(run_device, mesh=mesh, in_specs=spec, out_specs=spec)
         return run(*pieces)
 
     def cut_results(self, results: Sequence[Any]) -> list[Any]:
@@ -128,14 +128,14 @@ class CompiledProgram(NamedTuple):
         return pieces
 
 
-def make_layout(sharding: Any, aval: Any, devices: Sequence[Any]) -> Layout:
+def make_layout(sharding: Any, aval: Any, devices: Sequence[Any]) -> DevicePieces:
     """The layout of an argument or result; of keys, that of their data."""
     shape = tuple(aval.shape)
-    layout = Layout.of(sharding, shape, devices)
+    layout = DevicePieces.of(sharding, shape, devices)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)).shape
         starts = np.concatenate([layout.starts, np.zeros((len(devices), len(data)), np.int32)], 1)
-        return Layout(starts, (*layout.shape, *data))
+        return DevicePieces(starts, (*layout.shape, *data))
     return layout
 
 

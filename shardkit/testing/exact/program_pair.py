@@ -141,7 +141,7 @@ class ProgramPair:
                 if number:
                     self._count(field)
                     self.levels = levels  # the elements have a residue for each prime of these draws
-                    crossings.note_end(self.coverage)
+                    crossings.note_end(self.coverage.tried)
                 if number < count:
                     element = self._crossing(field, crossings, elements, before)
                     if element is None:

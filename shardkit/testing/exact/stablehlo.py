@@ -30,6 +30,7 @@ from jax import lax
 
 from shardkit._jax import compat
 from shardkit.analysis.hlo.proto import read
+from shardkit.collectives.basic import vary
 
 _DTYPES = {
     "i1": np.bool_,
@@ -172,6 +173,13 @@ class _Reader:
             self.values.update(zip(operation.results, results, strict=True))
         raise AssertionError("a block ends with a return")
 
+    def vary(self, x: Any) -> Any:
+        """A constant, typed as one that may differ between devices, as all values of a module are.
+
+        So what a loop hands on has the same type before and after each iteration, whatever the compiler found out.
+        """
+        return vary(jnp.asarray(x), self.module.axis)
+
     def make_function(self, block: Any) -> Callable[..., list[Any]]:
         """A block as a function of arrays."""
 
@@ -245,16 +253,17 @@ def _make_constant(reader: _Reader, operation: Any) -> Any:
     dtype = _read_dtype(operation)
     if value.is_splat:
         number = value.get_splat_value().value
-        return np.full(shape, number, dtype)
-    if dtype == jnp.bfloat16:
-        return np.asarray(list(value), np.float32).astype(dtype).reshape(shape)
-    return np.asarray(value, dtype).reshape(shape)
+        x = np.full(shape, number, dtype)
+    elif dtype == jnp.bfloat16:
+        x = np.asarray(list(value), np.float32).astype(dtype).reshape(shape)
+    else:
+        x = np.asarray(value, dtype).reshape(shape)
+    return reader.vary(x)
 
 
 def _make_iota(reader: _Reader, operation: Any) -> Any:
-    return lax.broadcasted_iota(
-        _read_dtype(operation), _read_shape(operation), _read_integer(operation, "iota_dimension")
-    )
+    dim = _read_integer(operation, "iota_dimension")
+    return reader.vary(lax.broadcasted_iota(_read_dtype(operation), _read_shape(operation), dim))
 
 
 def _compare(reader: _Reader, operation: Any, x: Any, y: Any) -> Any:
@@ -699,7 +708,7 @@ def _find_members(reader: _Reader, operation: Any) -> tuple[Any, Any]:
             members[device] = group
             places[device] = place
     number = lax.axis_index(axis)
-    return _take_row(members, number), _take_row(places, number)
+    return _take_row(reader, members, number), _take_row(reader, places, number)
 
 
 def _read_groups(module: ImportedModule, operation: Any) -> np.ndarray:
@@ -712,8 +721,8 @@ def _read_groups(module: ImportedModule, operation: Any) -> np.ndarray:
     return np.asarray(module.groups[compat.hlo_channel(operation.attributes["channel_handle"])])
 
 
-def _take_row(table: np.ndarray, number: Any) -> Any:
-    return lax.dynamic_index_in_dim(jnp.asarray(table), number, 0, keepdims=False)
+def _take_row(reader: _Reader, table: np.ndarray, number: Any) -> Any:
+    return lax.dynamic_index_in_dim(reader.vary(table), number, 0, keepdims=False)
 
 
 def _gather_group(reader: _Reader, x: Any, members: Any) -> Any:
@@ -786,7 +795,7 @@ def _number_device(reader: _Reader, operation: Any) -> Any:
 
 
 def _make_zero_id(reader: _Reader, operation: Any) -> Any:
-    return np.zeros((), np.uint32)
+    return reader.vary(np.zeros((), np.uint32))
 
 
 # Libraries

@@ -27,6 +27,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mul": np.multiply,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
     "not": np.invert,
     "max": np.maximum,
     "min": np.minimum,
