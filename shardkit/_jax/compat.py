@@ -313,20 +313,20 @@ def parse_hlo(serialized: bytes) -> Any:
     """The StableHLO of a serialized HloModuleProto, as a module of typed operations."""
     context = private("interpreters.mlir.make_ir_context")()
     context.allow_unregistered_dialects = True
-    stablehlo = private("lib._jax").mlir.hlo_to_stablehlo(serialized)
+    stablehlo = import_module("jaxlib._jax").mlir.hlo_to_stablehlo(serialized)
     with context:
-        return private("lib.mlir.ir").Module.parse(stablehlo)
+        return private("interpreters.mlir.ir").Module.parse(stablehlo)
 
 
 def hlo_dimensions(kind: str, attribute: Any) -> Any:
     """An attribute of "Gather", "Scatter", "Dot" or "Conv" that names dims, as an object."""
-    dialect = private("lib.mlir.dialects.hlo")
+    dialect = private("interpreters.mlir.hlo")
     return getattr(dialect, f"{kind}DimensionNumbers")(attribute)
 
 
 def hlo_text(attribute: Any) -> str:
     """The word that an attribute of StableHLO is, as "LT" of a comparison."""
-    dialect = private("lib.mlir.dialects.hlo")
+    dialect = private("interpreters.mlir.hlo")
     for kind in (dialect.ComparisonDirectionAttr, dialect.ComparisonTypeAttr):
         if kind.isinstance(attribute):
             return kind(attribute).value
@@ -343,12 +343,12 @@ def device_assignment(shardings: Sequence[Any]) -> list[Any]:
 
 def is_hlo_mesh_axes(attribute: Any) -> bool:
     """Whether groups of devices are named by axes of a mesh, and not listed."""
-    return bool(private("lib.mlir.dialects.hlo").ReplicaGroupMeshAxesAttr.isinstance(attribute))
+    return bool(private("interpreters.mlir.hlo").ReplicaGroupMeshAxesAttr.isinstance(attribute))
 
 
 def hlo_channel(attribute: Any) -> int:
     """The number of a collective's channel."""
-    return int(private("lib.mlir.dialects.hlo").ChannelHandle(attribute).handle)
+    return int(private("interpreters.mlir.hlo").ChannelHandle(attribute).handle)
 
 
 def key_impl(dtype: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from shardkit._arguments.checks import at_least
+from shardkit._arguments.typed import typed
 from shardkit._jax.dependence import without_unused
 from shardkit.testing._compare import UnequalError, describe_shapes
 from shardkit.testing.exact.draws import equal, of_kernels
@@ -30,6 +31,7 @@ from shardkit.testing.exact.stablehlo import UnreadableError
 _DRAWS = 8  # of programs that compare floats, about
 
 
+@typed
 def assert_compiled_equal(
     function: Any, *args: Any, reference: Callable[..., Any] | None = None, points: int = 3
 ) -> Equality:
@@ -61,8 +63,8 @@ def assert_compiled_equal(
     Cost: compiles once, then seconds on the host for shapes of a few hundred elements.
 
     Example:
-        >>> x = jax.device_put(np.zeros((8, 2), "f"), NamedSharding(mesh, P("data")))
-        >>> proof = sk.testing.assert_compiled_equal(jax.jit(lambda x: jnp.exp(x).mean(0)), x)
+        >>> x = sk.shard(np.zeros((8, 2), "f"), mesh, P("data"))
+        >>> proof = shardkit.testing.exact.assert_compiled_equal(jax.jit(lambda x: jnp.exp(x).mean(0)), x)
         >>> proof.points
         3
 

@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import testing
-from shardkit.testing.exact import compiled as compiled_module
+from shardkit.testing.exact import assert_compiled_equal
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.stablehlo import ImportedModule, make_caller
 
@@ -97,7 +96,7 @@ def test_what_the_partitioner_made(name, mesh):
     """Alone in running each operation of the reader on a program that a compiler made."""
     function, shapes, specs = PROGRAMS[name]
     args = [put(mesh, draw(*shape), *spec) for shape, spec in zip(shapes, specs, strict=True)]
-    proof = testing.assert_compiled_equal(jax.jit(function), *args)
+    proof = assert_compiled_equal(jax.jit(function), *args)
     assert "8 devices (cpu" in proof.what
 
 
@@ -107,7 +106,7 @@ def test_random_numbers_are_those_of_the_keys(mesh):
     def drop(x, key):
         return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
 
-    testing.assert_compiled_equal(jax.jit(drop), put(mesh, draw(8, 4), "data"), jax.random.key(3))
+    assert_compiled_equal(jax.jit(drop), put(mesh, draw(8, 4), "data"), jax.random.key(3))
 
 
 KERNELS = {
@@ -128,19 +127,19 @@ KERNELS = {
 def test_each_collective(name, mesh):
     kernel, out_spec = KERNELS[name]
     function = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=out_spec, check_vma=False)
-    testing.assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
+    assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
 
 
 def test_a_constraint_by_the_user(mesh):
     args = put(mesh, draw(8, 4), "data"), put(mesh, draw(4, 6))
-    testing.assert_compiled_equal(jax.jit(constrained(mesh)), *args)
+    assert_compiled_equal(jax.jit(constrained(mesh)), *args)
 
 
 def test_a_reference_that_differs(mesh):
     """Catches a comparison of the compiled program with itself."""
     x = put(mesh, draw(8, 4), "data")
     with pytest.raises(AssertionError, match=r"the result of each device is not the reference's for all inputs"):
-        testing.assert_compiled_equal(jax.jit(lambda x: x.sum(0)), x, reference=lambda x: x.sum(0) * (1 + 1e-4))
+        assert_compiled_equal(jax.jit(lambda x: x.sum(0)), x, reference=lambda x: x.sum(0) * (1 + 1e-4))
 
 
 def test_a_sum_that_is_missing(mesh):
@@ -148,9 +147,9 @@ def test_a_sum_that_is_missing(mesh):
     function = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     x = put(mesh, draw(8, 4), "data")
     with pytest.raises(AssertionError, match="each result of the traced program must be one array"):
-        testing.assert_compiled_equal(jax.jit(function), x)
+        assert_compiled_equal(jax.jit(function), x)
     with pytest.raises(AssertionError, match="not the reference's"):
-        testing.assert_compiled_equal(jax.jit(function), x, reference=lambda x: x.sum(0))
+        assert_compiled_equal(jax.jit(function), x, reference=lambda x: x.sum(0))
 
 
 class Edited(ImportedModule):
@@ -166,10 +165,10 @@ class Edited(ImportedModule):
 def test_groups_of_wrong_devices(mesh, monkeypatch):
     """The order of devices of groups that are axes of a mesh is read from the module itself: StableHLO loses it."""
     args = put(mesh, draw(8, 4), "data"), put(mesh, draw(4, 4), None, "model")
-    testing.assert_compiled_equal(jax.jit(recurrence), *args)
+    assert_compiled_equal(jax.jit(recurrence), *args)
     monkeypatch.setattr("shardkit.testing.exact.imported.ImportedModule", Edited)
     with pytest.raises(AssertionError, match="of each device is not the reference's"):
-        testing.assert_compiled_equal(jax.jit(recurrence), *args)
+        assert_compiled_equal(jax.jit(recurrence), *args)
 
 
 def test_what_rounds_constants_is_not_decided(mesh):
@@ -179,7 +178,7 @@ def test_what_rounds_constants_is_not_decided(mesh):
         return (x * np.float32(0.9) ** 7 * np.float32(1.1)) * np.float32(0.37)
 
     with pytest.raises(ValueError, match="not decided"):
-        testing.assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
+        assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_what_rounds_constants_is_not_decided(mesh):
 )
 def test_wrong_calls(function, args, error, message):
     with pytest.raises(error, match=message):
-        testing.assert_compiled_equal(function, *args)
+        assert_compiled_equal(function, *args)
 
 
 def test_a_line_of_the_source_is_that_of_the_operation():
@@ -206,4 +205,4 @@ def test_a_line_of_the_source_is_that_of_the_operation():
 def test_unused_arguments_and_keys(mesh):
     compiled = jax.jit(lambda unused, x: x * 2).lower(np.zeros(3), np.zeros(4, "f")).compile()
     assert ImportedProgram.of(compiled).kept == (1,)
-    assert compiled_module.assert_compiled_equal(jax.jit(lambda unused, x: x * 2), np.zeros(3, "f"), np.zeros(4, "f"))
+    assert assert_compiled_equal(jax.jit(lambda unused, x: x * 2), np.zeros(3, "f"), np.zeros(4, "f"))
