@@ -310,12 +310,20 @@ def scan_parts(equation: Any) -> tuple[int, int]:
 
 
 def parse_hlo(serialized: bytes) -> Any:
-    """The StableHLO of a serialized HloModuleProto, as a module of typed operations."""
+    """The StableHLO of a serialized HloModuleProto, as a module of typed operations.
+
+    Raises:
+        ValueError: jaxlib cannot parse what it wrote.
+    """
+    ir = private("interpreters.mlir.ir")
     context = private("interpreters.mlir.make_ir_context")()
     context.allow_unregistered_dialects = True
     stablehlo = import_module("jaxlib._jax").mlir.hlo_to_stablehlo(serialized)
     with context:
-        return private("interpreters.mlir.ir").Module.parse(stablehlo)
+        try:
+            return ir.Module.parse(stablehlo)
+        except ir.MLIRError as error:
+            raise ValueError(f"parse_hlo: jaxlib must read what it writes; {error}") from error
 
 
 def hlo_dimensions(kind: str, attribute: Any) -> Any:

@@ -82,7 +82,6 @@ def assert_compiled_equal(
     check_floats(where, shapes)
     traced = function.trace(*args)
     compiled = traced.lower().compile()
-    program = ImportedProgram.of(compiled)
     leaves = jax.tree.leaves(args)
     abstract = jax.tree.leaves(shapes)
     results = jax.tree_util.tree_leaves_with_path(compiled.out_info)
@@ -96,6 +95,7 @@ def assert_compiled_equal(
             raise UnequalError(f"{where}: the result must have the reference's structure and shapes; {difference}.")
         against = getattr(reference, "__name__", type(reference).__name__)
     try:
+        program = ImportedProgram.of(compiled)
         on_devices = program.trace(abstract)
     except UnreadableError as error:
         raise UnprovableError(

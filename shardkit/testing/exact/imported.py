@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._jax import compat
 from shardkit._jax.dependence import without_unused
@@ -111,7 +111,7 @@ class ImportedProgram(NamedTuple):
         for number, layout in zip(self.kept, self.inputs, strict=True):
             pieces.append(layout.cut(to_data(arguments[number])))
         spec = PartitionSpec(AXIS)
-        mesh = AbstractMesh((self.module.devices,), (AXIS,))
+        mesh = AbstractMesh((self.module.devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
         def run_device(*rows: Any) -> list[Any]:
             results = self.module(*(lax.squeeze(row, (0,)) for row in rows))

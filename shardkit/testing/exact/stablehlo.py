@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import lax
 
@@ -78,7 +79,11 @@ class ImportedModule:
         """Parses the serialized HloModuleProto of a module."""
         self.axis = axis
         self.devices = devices
-        self._ir = compat.parse_hlo(serialized)
+        try:
+            self._ir = compat.parse_hlo(serialized)
+        except ValueError as error:
+            # jaxlib 0.12 writes an all_to_all of one array in a form that it does not read.
+            raise UnreadableError(f"a part that jaxlib {jaxlib.__version__} cannot turn into StableHLO") from error
         self.groups: dict[int, Any] = {}
         for computation in read(serialized).computations.values():
             for instruction in computation.instructions.values():

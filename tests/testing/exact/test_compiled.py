@@ -15,6 +15,7 @@ from shardkit.testing.exact.stablehlo import ImportedModule, make_caller
 
 pytestmark = pytest.mark.optimized
 
+NEWER = jax.__version_info__ >= (0, 11)
 RNG = np.random.default_rng(3)
 
 
@@ -127,6 +128,10 @@ KERNELS = {
 def test_each_collective(name, mesh):
     kernel, out_spec = KERNELS[name]
     function = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=out_spec, check_vma=False)
+    if name == "all_to_all" and NEWER:  # jaxlib 0.12 cannot read what it writes of it
+        with pytest.raises(ValueError, match=r"a part that jaxlib .* cannot turn into StableHLO has none"):
+            assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
+        return
     assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
 
 
@@ -177,6 +182,9 @@ def test_what_rounds_constants_is_not_decided(mesh):
     def scale(x):
         return (x * np.float32(0.9) ** 7 * np.float32(1.1)) * np.float32(0.37)
 
+    if NEWER:  # whose XLA leaves the three products as they are
+        assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
+        return
     with pytest.raises(ValueError, match="not decided"):
         assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
 
