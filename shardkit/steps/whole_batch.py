@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
+from shardkit._jax.dependence import Dependence
 from shardkit._jax.interpreter import FactInterpreter
 from shardkit.on_device.advice import Unintended
 from shardkit.on_device.batch import device_keys
@@ -153,27 +154,14 @@ def draws_by_device(jaxpr: Any) -> bool:
     return reader.draws
 
 
-class _DrawsReader(FactInterpreter[bool]):
+class _DrawsReader(Dependence):
     """Follows what depends on the index of a device; `draws` says whether random numbers do."""
 
-    def __init__(self) -> None:
-        self.draws = False
+    draws = False
 
-    def constant(self, x: Any) -> bool:
-        """Closed-over arrays are the same on all devices."""
-        return False
-
-    def literal(self, atom: Any) -> bool:
-        """So are literals."""
-        return False
-
-    def join(self, facts: Sequence[bool], variable: Any) -> bool:
-        """What may depend on it does."""
-        return any(facts)
-
-    def shard_map(self, equation: Any, body: Any, operands: list[bool]) -> Sequence[bool]:
-        """As a call."""
-        return self.run(body, operands)
+    def step(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
+        """Equations without marked operands are read too: the index of a device has none, nor has a loop around it."""
+        return FactInterpreter.step(self, equation, operands)
 
     def equation(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
         """The results follow from all operands; the index of a device from the device."""

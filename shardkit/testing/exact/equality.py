@@ -219,10 +219,10 @@ def _run(program: Any, arrays: Sequence[Any], field: Field, seen: Seen | None) -
     return Interpreter(field, seen=seen).run(program, inputs)
 
 
-def certify(what: str, shapes: Any, evidence: Evidence) -> Equality:
+def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] = ASSUMED) -> Equality:
     """The certificate of two programs that were found equal."""
     field = evidence.field
-    assumptions = list(ASSUMED)
+    assumptions = list(assumed)
     if field.logs:
         assumptions.append(POSITIVE)
     if evidence.decisions:

@@ -87,7 +87,10 @@ class ImportedModule:
         self.groups: dict[int, Any] = {}
         for computation in read(serialized).computations.values():
             for instruction in computation.instructions.values():
-                self.groups[instruction.channel] = instruction.groups
+                if not instruction.channel:
+                    continue
+                if self.groups.setdefault(instruction.channel, instruction.groups) != instruction.groups:
+                    raise UnreadableError(f"channel {instruction.channel}, which has groups of two kinds,")
         self._functions: dict[str, Any] = {}
         self._callers: dict[str, Callable[..., Any]] = {}
         for operation in self._ir.body.operations:
@@ -108,18 +111,6 @@ class ImportedModule:
     def find_function(self, name: str) -> Any:
         """The block of a function, by its name."""
         return self._functions[name].regions[0].blocks[0]
-
-    def count_operations(self) -> dict[str, int]:
-        """How often each operation occurs, those inside of fusions and loops too."""
-        counts: dict[str, int] = {}
-        blocks = [function.regions[0].blocks[0] for function in self._functions.values()]
-        while blocks:
-            for operation in blocks.pop().operations:
-                name = operation.operation.name
-                counts[name] = counts.get(name, 0) + 1
-                for region in operation.operation.regions:
-                    blocks.extend(region.blocks)
-        return counts
 
 
 # A frame as a location of MLIR shows it: "loss_fn"("/home/me/model.py":12:8).
@@ -309,11 +300,24 @@ def _find_total_order(value: Any) -> Any:
     test = _find_definition(is_negative, "stablehlo.compare")
     if bits is None or flip is None or test is None:
         return None
-    same_bits = plain in list(flip.operands) and test.operands[0] == plain
-    is_float = str(bits.operands[0].type.element_type).startswith(("f", "bf"))
-    if not same_bits or not is_float:
+    masks = [_find_definition(other, "stablehlo.constant") for other in flip.operands if other != plain]
+    zero = _find_definition(test.operands[1], "stablehlo.constant")
+    same_bits = len(masks) == 1 and test.operands[0] == plain
+    if not same_bits or masks[0] is None or zero is None:
+        return None
+    if compat.hlo_text(test.attributes["comparison_direction"]) != "LT" or _read_constant(zero) != 0:
+        return None
+    largest = np.iinfo(_DTYPES[str(plain.type.element_type)]).max
+    is_float = jnp.issubdtype(_DTYPES[str(bits.operands[0].type.element_type)], jnp.floating)
+    if not is_float or _read_constant(masks[0]) != largest:
         return None
     return bits.operands[0]
+
+
+def _read_constant(operation: Any) -> Any:
+    """The number that all elements of a constant are; None if they differ."""
+    value = operation.attributes["value"]
+    return value.get_splat_value().value if value.is_splat else None
 
 
 def _find_definition(value: Any, *names: str) -> Any:
@@ -716,12 +720,18 @@ def _find_members(reader: _Reader, operation: Any) -> tuple[Any, Any]:
     return _take_row(reader, members, number), _take_row(reader, places, number)
 
 
+_BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter")
+
+
 def _read_groups(module: ImportedModule, operation: Any) -> np.ndarray:
     """The groups of a collective, [groups, members]; empty if all devices are one."""
     groups = operation.attributes["replica_groups"]
+    # Without the flag these number replicas, and all devices of a program by jit are one replica.
+    if operation.operation.name in _BY_REPLICA and "use_global_device_ids" not in operation.attributes:
+        raise UnreadableError(f"{operation.operation.name} over replicas")
     if not compat.is_hlo_mesh_axes(groups):
         return np.asarray(groups)
-    # Groups that are axes of a mesh lose the order of its devices on the way to StableHLO (jaxlib 0.10 and 0.12), so
+    # Groups that are axes of a mesh lose the order of its devices on the way to StableHLO (seen with jaxlib 0.10.2), so
     # they are those of the instruction with the same channel in the module itself.
     return np.asarray(module.groups[compat.hlo_channel(operation.attributes["channel_handle"])])
 

@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.testing.exact import assert_compiled_equal
+from shardkit._jax import compat
+from shardkit.testing.exact import assert_compiled_equal, stablehlo
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.stablehlo import ImportedModule, make_caller
 
@@ -99,6 +100,7 @@ def test_what_the_partitioner_made(name, mesh):
     args = [put(mesh, draw(*shape), *spec) for shape, spec in zip(shapes, specs, strict=True)]
     proof = assert_compiled_equal(jax.jit(function), *args)
     assert "8 devices (cpu" in proof.what
+    assert not any("compiler" in assumption for assumption in proof.assumed)
 
 
 def test_random_numbers_are_those_of_the_keys(mesh):
@@ -155,6 +157,33 @@ def test_a_sum_that_is_missing(mesh):
         assert_compiled_equal(jax.jit(function), x)
     with pytest.raises(AssertionError, match="not the reference's"):
         assert_compiled_equal(jax.jit(function), x, reference=lambda x: x.sum(0))
+
+
+ORDER = """
+func.func @key(%x: tensor<f32>) -> tensor<i32> {{
+  %zero = stablehlo.constant dense<{zero}> : tensor<i32>
+  %mask = stablehlo.constant dense<{mask}> : tensor<i32>
+  %bits = stablehlo.bitcast_convert %x : (tensor<f32>) -> tensor<i32>
+  %negative = stablehlo.compare {direction}, %bits, %zero : (tensor<i32>, tensor<i32>) -> tensor<i1>
+  %flipped = stablehlo.xor %mask, %bits : tensor<i32>
+  %key = stablehlo.select %negative, %flipped, %bits : tensor<i1>, tensor<i32>
+  return %key : tensor<i32>
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_order"),
+    [({}, True), ({"mask": 2147483646}, False), ({"zero": 1}, False), ({"direction": "GT"}, False)],
+)
+def test_an_order_by_bits_is_that_of_floats_with_its_own_constants_alone(edit, is_order):
+    """Catches a reader that takes any integers made of a float's bits for the float."""
+    text = ORDER.format(**{"zero": 0, "mask": 2147483647, "direction": "LT"} | edit)
+    with compat.private("interpreters.mlir.make_ir_context")():
+        module = compat.private("interpreters.mlir.ir").Module.parse(text)
+        *_, last = module.body.operations[0].regions[0].blocks[0].operations
+        order = stablehlo._find_total_order(last.operands[0])
+        assert (order is not None) == is_order
 
 
 class Edited(ImportedModule):
