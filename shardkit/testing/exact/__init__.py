@@ -2,7 +2,7 @@
 
 Start with `equality.py`, what users call: `derivatives.py` traces both programs with their gradients, and `size.py`
 says how long they take. `law.py` is the same for a training step, `compiled.py` for a compiled program, which
-`stablehlo.py` reads back as a function and `imported.py` puts on all its devices. `numbers/` is the arithmetic, with
+`stablehlo/` reads back as a function and `imported.py` puts on all its devices. `numbers/` is the arithmetic, with
 one number through the tower of primes as an example; `rules/` has the meaning of each primitive; `interpreter.py` runs
 a program over all devices. `draws.py` says how often both programs run until they are proved equal, by what
 `coverage.py` has seen of their comparisons. `difference.py` is the way from a wrong result to its line: of a run that

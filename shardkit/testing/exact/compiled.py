@@ -1,7 +1,7 @@
 """Proves that a compiled program is the one that was traced, or a plain function, for all inputs.
 
 A proof of a traced program ends where the compiler begins, and compilers have dropped sums and exchanged groups of
-devices. Here the optimized module is read back as a function (`stablehlo.py`, `imported.py`) and compared in the same
+devices. Here the optimized module is read back as a function (`stablehlo/`, `imported.py`) and compared in the same
 fields as any other program. So the statement covers the partitioner and all passes of the compiler, but not the code
 that is generated for an operation.
 """
@@ -26,7 +26,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
-from shardkit.testing.exact.stablehlo import UnreadableError
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 
 _DRAWS = 8  # of programs that compare floats, about
 # Here the compiler is no assumption, but the code that it generates is one.

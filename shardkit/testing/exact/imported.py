@@ -22,7 +22,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._jax import compat
 from shardkit._jax.dependence import without_unused
-from shardkit.testing.exact.stablehlo import ImportedModule
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.module import ImportedModule
+from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 
 AXIS = "device"
 
@@ -114,7 +116,8 @@ class ImportedProgram(NamedTuple):
         mesh = AbstractMesh((self.module.devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
         def run_device(*rows: Any) -> list[Any]:
-            results = self.module(*(lax.squeeze(row, (0,)) for row in rows))
+            arguments = [lax.squeeze(row, (0,)) for row in rows]
+            results = BlockReader(self.module, OPERATION_RULES).run(self.module.find_function("main"), arguments)
             return [lax.expand_dims(x, (0,)) for x in results]
 
         run = jax.shard_map(run_device, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -10,9 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import compat
-from shardkit.testing.exact import assert_compiled_equal, stablehlo
+from shardkit.testing.exact import assert_compiled_equal
 from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.stablehlo import ImportedModule, make_caller
+from shardkit.testing.exact.stablehlo import scalar_rules
+from shardkit.testing.exact.stablehlo.module import ImportedModule
+from shardkit.testing.exact.stablehlo.source_lines import make_caller
 
 pytestmark = pytest.mark.optimized
 
@@ -182,7 +184,7 @@ def test_an_order_by_bits_is_that_of_floats_with_its_own_constants_alone(edit, i
     with compat.private("interpreters.mlir.make_ir_context")():
         module = compat.private("interpreters.mlir.ir").Module.parse(text)
         *_, last = module.body.operations[0].regions[0].blocks[0].operations
-        order = stablehlo._find_total_order(last.operands[0])
+        order = scalar_rules._find_total_order(last.operands[0])
         assert (order is not None) == is_order
 
 

@@ -1,0 +1,102 @@
+"""Types, attributes and regions of an operation of StableHLO, as Python has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {
+    "i1": np.bool_,
+    "i4": jnp.int4,
+    "i8": np.int8,
+    "i16": np.int16,
+    "i32": np.int32,
+    "i64": np.int64,
+    "ui4": jnp.uint4,
+    "ui8": np.uint8,
+    "ui16": np.uint16,
+    "ui32": np.uint32,
+    "ui64": np.uint64,
+    "bf16": jnp.bfloat16,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "f8E4M3FN": jnp.float8_e4m3fn,
+    "f8E5M2": jnp.float8_e5m2,
+}
+
+
+class UnreadableError(Exception):
+    """An operation of a compiled module that has no meaning as a function of arrays.
+
+    Attributes:
+        operation: its name, with its target if it calls code of a library.
+    """
+
+    def __init__(self, operation: str):
+        super().__init__(operation)
+        self.operation = operation
+
+
+def read_shape(operation: Any, result: int = 0) -> tuple[int, ...]:
+    return tuple(operation.results[result].type.shape)
+
+
+def read_dtype(operation: Any, result: int = 0) -> Any:
+    return DTYPES[str(operation.results[result].type.element_type)]
+
+
+def read_numbers(operation: Any, name: str, default: Any = None) -> np.ndarray:
+    """An attribute of integers, an array of them or a table."""
+    if name not in operation.attributes:
+        return np.asarray(default)
+    return np.asarray(operation.attributes[name])
+
+
+def read_integers(operation: Any, name: str, default: Sequence[int] = ()) -> tuple[int, ...]:
+    if name not in operation.attributes:
+        return tuple(default)
+    return tuple(int(n) for n in operation.attributes[name])
+
+
+def read_integer(operation: Any, name: str) -> int:
+    return int(operation.attributes[name].value)
+
+
+def read_pairs(table: np.ndarray) -> list[tuple[int, int]]:
+    return [(int(first), int(second)) for first, second in table]
+
+
+def find_body(operation: Any, region: int = 0) -> Any:
+    return operation.regions[region].blocks[0]
+
+
+def read_constant(operation: Any) -> Any:
+    """The number that all elements of a constant are; None if they differ."""
+    value = operation.attributes["value"]
+    return value.get_splat_value().value if value.is_splat else None
+
+
+def find_definition(value: Any, *names: str) -> Any:
+    """The operation of one of these names whose result a value is; None if it is another's."""
+    owner = value.owner
+    operation = getattr(owner, "operation", owner)
+    if getattr(operation, "name", "") in names:
+        return operation.opview
+    return None
+
+
+def name_combiner(block: Any) -> str | None:
+    """The operation by which a region combines its two arguments; "" if it takes the second; None if it does more."""
+    *operations, last = list(block.operations)
+    first, second = list(block.arguments)[:2]
+    if not operations and last.operands[0] == second:
+        return ""
+    if len(operations) != 1:
+        return None
+    (operation,) = operations
+    combines = {first, second} == set(operation.operands) and last.operands[0] == operation.results[0]
+    return operation.operation.name if combines else None

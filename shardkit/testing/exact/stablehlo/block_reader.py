@@ -1,0 +1,78 @@
+"""Runs the operations of a block in their order, each by its rule; the arrays are traced.
+
+Worked example, the block `^(%x): %y = add %x, %x; %z = negate %y; return %z` of an array x of jax: `values` is {%x: x}
+at first. The rule of `add` takes (reader, operation, x, x) and binds the primitive `add`; its result is the value of
+%y. So a jaxpr of the function of x has one equation for each operation, but for fusions and calls, whose blocks are run
+in their place, and for loops and branches, whose blocks become functions for jax to trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardkit.collectives.basic import vary
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.module import ImportedModule
+
+
+class BlockReader:
+    """Runs blocks of operations, with traced arrays as values.
+
+    Attributes:
+        module: whose blocks they are.
+        rules: of each operation, by its name.
+        values: the array of each value of the module.
+    """
+
+    def __init__(self, module: ImportedModule, rules: Mapping[str, Callable[..., Any]]):
+        self.module = module
+        self.rules = rules
+        self.values: dict[Any, Any] = {}
+
+    def run(self, block: Any, arguments: Sequence[Any]) -> list[Any]:
+        """The results of a block for its arguments."""
+        for value, x in zip(block.arguments, arguments, strict=True):
+            self.values[value] = x
+        for operation in block.operations:
+            name = operation.operation.name
+            operands = [self.values[value] for value in operation.operands]
+            if name in _RETURNS:
+                return operands
+            rule = self.rules.get(name)
+            if rule is None:
+                raise UnreadableError(name)
+            results = self.module.call_at_line(operation, partial(rule, self, operation, *operands))
+            if not isinstance(results, list):
+                results = [results]
+            self.values.update(zip(operation.results, results, strict=True))
+        raise AssertionError("a block ends with a return")
+
+    def vary(self, x: Any) -> Any:
+        """A constant, typed as one that may differ between devices, as all values of a module are.
+
+        So what a loop hands on has the same type before and after each iteration, whatever the compiler found out.
+        """
+        return vary(jnp.asarray(x), self.module.axis)
+
+    def make_function(self, block: Any) -> Callable[..., list[Any]]:
+        """A block as a function of arrays."""
+
+        def apply(*arguments: Any) -> list[Any]:
+            return self.run(block, arguments)
+
+        return apply
+
+    def map_function(self, block: Any, rank: int) -> Callable[..., list[Any]]:
+        """A block of scalars as a function of arrays with so many dims, of each element."""
+        function = self.make_function(block)
+        for _ in range(rank):
+            function = jax.vmap(function)
+        return function
+
+
+_RETURNS = ("func.return", "stablehlo.return", "mhlo.return")

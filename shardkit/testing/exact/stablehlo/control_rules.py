@@ -1,0 +1,61 @@
+"""Fusions, calls, loops, branches and tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from shardkit.testing.exact.stablehlo.attributes import find_body, read_integer
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+
+
+def _call_region(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    return reader.run(find_body(operation), operands)
+
+
+def _call_function(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    return reader.run(reader.module.find_function(operation.attributes["callee"].value), operands)
+
+
+def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    test = reader.make_function(find_body(operation, 0))
+    body = reader.make_function(find_body(operation, 1))
+
+    def goes_on(carry: Any) -> Any:
+        (result,) = test(*carry)
+        return result
+
+    def turn(carry: Any) -> Any:
+        return body(*carry)
+
+    return list(lax.while_loop(goes_on, turn, list(operands)))
+
+
+def _choose_branch(reader: BlockReader, operation: Any, which: Any, *operands: Any) -> Any:
+    blocks = [region.blocks[0] for region in operation.regions]
+    branches = [reader.make_function(block) for block in blocks]
+    if which.dtype == np.bool_:  # a branch for true, then one for false
+        branches = branches[::-1]
+    return list(lax.switch(lax.convert_element_type(which, np.int32), branches))
+
+
+def _make_tuple(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    return [tuple(operands)]
+
+
+def _take_element(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return x[read_integer(operation, "index")]
+
+
+CONTROL_RULES: dict[str, Callable[..., Any]] = {
+    "mhlo.fusion": _call_region,
+    "func.call": _call_function,
+    "stablehlo.while": _loop,
+    "stablehlo.case": _choose_branch,
+    "stablehlo.if": _choose_branch,
+    "stablehlo.tuple": _make_tuple,
+    "stablehlo.get_tuple_element": _take_element,
+}

@@ -1,0 +1,159 @@
+"""Collectives over groups of devices, as gathers along one flat axis of all devices.
+
+A compiled module numbers its devices and knows no mesh, so all devices are one flat mesh axis here. Worked example, an
+all-reduce over the groups {0, 2} and {1, 3} of four devices:
+
+    x           [5] on every device; device 1 has x1
+    gathered    all_gather of x along the axis: [4, 5], rows x0, x1, x2, x3 on every device
+    members     a table of groups by device, [[0, 2], [1, 3], [0, 2], [1, 3]]; device 1 takes row axis_index = 1: [1, 3]
+    places      a table of places in the group by device, [0, 0, 1, 1]; device 1 is the first of its group: 0
+    result      gathered[members].sum(0), [5]: x1 + x3 on devices 1 and 3
+
+A reduce-scatter takes of this result the slice of its place, and an all-gather puts gathered[members] side by side in
+the order of the group. So a wrong group or a wrong order of its devices are other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._jax import compat
+from shardkit.testing.exact.stablehlo.attributes import (
+    UnreadableError,
+    find_body,
+    name_combiner,
+    read_integer,
+    read_numbers,
+    read_pairs,
+    read_shape,
+)
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.module import ImportedModule
+from shardkit.testing.exact.stablehlo.reduction_rules import REDUCTIONS
+
+
+def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
+    """The numbers of the devices in this device's group, in the order of the group, and its place among them."""
+    axis = reader.module.axis
+    devices = reader.module.devices
+    groups = _read_groups(reader.module, operation)
+    if groups.size == 0:
+        groups = np.arange(devices)[None]
+    members = np.zeros((devices, groups.shape[1]), np.int32)
+    places = np.zeros(devices, np.int32)
+    for group in groups:
+        for place, device in enumerate(group):
+            members[device] = group
+            places[device] = place
+    number = lax.axis_index(axis)
+    return _take_row(reader, members, number), _take_row(reader, places, number)
+
+
+_BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter")
+
+
+def _read_groups(module: ImportedModule, operation: Any) -> np.ndarray:
+    """The groups of a collective, [groups, members]; empty if all devices are one."""
+    groups = operation.attributes["replica_groups"]
+    # Without the flag these number replicas, and all devices of a program by jit are one replica.
+    if operation.operation.name in _BY_REPLICA and "use_global_device_ids" not in operation.attributes:
+        raise UnreadableError(f"{operation.operation.name} over replicas")
+    if not compat.is_hlo_mesh_axes(groups):
+        return np.asarray(groups)
+    # Groups that are axes of a mesh lose the order of its devices on the way to StableHLO (seen with jaxlib 0.10.2), so
+    # they are those of the instruction with the same channel in the module itself.
+    return np.asarray(module.groups[compat.hlo_channel(operation.attributes["channel_handle"])])
+
+
+def _take_row(reader: BlockReader, table: np.ndarray, number: Any) -> Any:
+    return lax.dynamic_index_in_dim(reader.vary(table), number, 0, keepdims=False)
+
+
+def _gather_group(reader: BlockReader, x: Any, members: Any) -> Any:
+    """[members, ...]: x of each device of this device's group."""
+    gathered = lax.all_gather(x, reader.module.axis)
+    return jnp.take(gathered, members, 0, mode="clip")
+
+
+def _sum_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    members, _ = _find_members(reader, operation)
+    return [_combine_group(reader, operation, x, members) for x in operands]
+
+
+def _combine_group(reader: BlockReader, operation: Any, x: Any, members: Any) -> Any:
+    name = name_combiner(find_body(operation))
+    if name not in REDUCTIONS:
+        raise UnreadableError(f"{operation.operation.name} by another function")
+    return REDUCTIONS[name](_gather_group(reader, x, members), (0,))
+
+
+def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    members, place = _find_members(reader, operation)
+    dim = read_integer(operation, "scatter_dimension")
+    results = []
+    for number, x in enumerate(operands):
+        total = _combine_group(reader, operation, x, members)
+        size = read_shape(operation, number)[dim]
+        results.append(lax.dynamic_slice_in_dim(total, place * size, size, dim))
+    return results
+
+
+def _gather_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    members, _ = _find_members(reader, operation)
+    dim = read_integer(operation, "all_gather_dim")
+    results = []
+    for number, x in enumerate(operands):
+        pieces = jnp.moveaxis(_gather_group(reader, x, members), 0, dim)
+        results.append(lax.reshape(pieces, read_shape(operation, number)))
+    return results
+
+
+def _exchange(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """all_to_all: of one array its pieces are exchanged along a dim, of a list of arrays the arrays."""
+    members, place = _find_members(reader, operation)
+    if "split_dimension" in operation.attributes:
+        split = read_integer(operation, "split_dimension")
+        to = read_integer(operation, "concat_dimension")
+        count = read_integer(operation, "split_count")
+        (x,) = operands
+        pieces = jnp.split(x, count, split)
+        arrived = _exchange_pieces(reader, pieces, members, place)
+        return lax.concatenate(arrived, to)
+    return _exchange_pieces(reader, operands, members, place)
+
+
+def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], members: Any, place: Any) -> list[Any]:
+    # [sender, receiver, ...]: of each sender the piece for this device.
+    gathered = _gather_group(reader, jnp.stack(pieces), members)
+    mine = lax.dynamic_index_in_dim(gathered, place, 1, keepdims=False)
+    return [lax.index_in_dim(mine, sender, 0, keepdims=False) for sender in range(len(pieces))]
+
+
+def _permute(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    pairs = read_pairs(read_numbers(operation, "source_target_pairs"))
+    return [lax.ppermute(x, reader.module.axis, pairs) for x in operands]
+
+
+def _number_device(reader: BlockReader, operation: Any) -> Any:
+    return lax.convert_element_type(lax.axis_index(reader.module.axis), np.uint32)
+
+
+def _make_zero_id(reader: BlockReader, operation: Any) -> Any:
+    return reader.vary(np.zeros((), np.uint32))
+
+
+DEVICE_RULES: dict[str, Callable[..., Any]] = {
+    "stablehlo.partition_id": _number_device,
+    "stablehlo.replica_id": _make_zero_id,
+    "stablehlo.all_reduce": _sum_groups,
+    "stablehlo.all_gather": _gather_groups,
+    "stablehlo.reduce_scatter": _scatter_groups,
+    "stablehlo.collective_permute": _permute,
+    "stablehlo.all_to_all": _exchange,
+    "mhlo.all_to_all": _exchange,
+}

@@ -1,0 +1,56 @@
+"""The optimized module of a compiler, parsed by jaxlib into typed operations of StableHLO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxlib
+
+from shardkit._jax import compat
+from shardkit.analysis.hlo.proto import read
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.source_lines import make_caller
+
+
+class ImportedModule:
+    """A module, parsed.
+
+    Attributes:
+        axis: the mesh axis of all devices, along which its function must be mapped.
+        devices: the number of devices.
+        groups: of a collective, by its channel, the groups of devices.
+    """
+
+    def __init__(self, serialized: bytes, axis: str, devices: int):
+        """Parses the serialized HloModuleProto of a module."""
+        self.axis = axis
+        self.devices = devices
+        try:
+            self._ir = compat.parse_hlo(serialized)
+        except ValueError as error:
+            # jaxlib 0.12 writes an all_to_all of one array in a form that it does not read.
+            raise UnreadableError(f"a part that jaxlib {jaxlib.__version__} cannot turn into StableHLO") from error
+        self.groups: dict[int, Any] = {}
+        for computation in read(serialized).computations.values():
+            for instruction in computation.instructions.values():
+                if not instruction.channel:
+                    continue
+                if self.groups.setdefault(instruction.channel, instruction.groups) != instruction.groups:
+                    raise UnreadableError(f"channel {instruction.channel}, which has groups of two kinds,")
+        self._functions: dict[str, Any] = {}
+        self._callers: dict[str, Callable[..., Any]] = {}
+        for operation in self._ir.body.operations:
+            if operation.operation.name == "func.func":
+                self._functions[operation.attributes["sym_name"].value] = operation
+
+    def call_at_line(self, operation: Any, rule: Callable[[], Any]) -> Any:
+        """What a rule returns, called as from the lines of the source that an operation of the module came from."""
+        location = str(operation.location)
+        if location not in self._callers:
+            self._callers[location] = make_caller(location)
+        return self._callers[location](rule)
+
+    def find_function(self, name: str) -> Any:
+        """The block of a function, by its name; "main" is what one device runs."""
+        return self._functions[name].regions[0].blocks[0]

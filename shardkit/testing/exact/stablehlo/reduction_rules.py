@@ -1,0 +1,172 @@
+"""Operations over dims, which have a region that combines or compares two elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit.testing.exact.stablehlo.attributes import (
+    UnreadableError,
+    find_body,
+    name_combiner,
+    read_integer,
+    read_integers,
+    read_numbers,
+    read_pairs,
+    read_shape,
+)
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+
+
+def _reduce(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    count = len(operands) // 2
+    arrays = operands[:count]
+    starts = operands[count:]
+    dims = read_integers(operation, "dimensions")
+    body = find_body(operation)
+    if count == 1:
+        name = name_combiner(body)
+        if name in REDUCTIONS:
+            reduced = REDUCTIONS[name](arrays[0], dims)
+            return _COMBINERS[name](reduced, lax.broadcast(starts[0], read_shape(operation)))
+    return _fold(reader, body, arrays, starts, dims)
+
+
+def _fold(
+    reader: BlockReader, body: Any, arrays: Sequence[Any], starts: Sequence[Any], dims: Sequence[int]
+) -> list[Any]:
+    """A reduction by any function, one element after the other, of all other places at once."""
+    flat = []
+    for x in arrays:
+        # [..., n]: the reduced dims as one behind the others.
+        kept = [dim for dim in range(np.ndim(x)) if dim not in dims]
+        x = lax.transpose(x, [*kept, *dims])
+        flat.append(lax.reshape(x, (*(x.shape[: len(kept)]), math.prod(x.shape[len(kept) :]))))
+    combine = reader.map_function(body, flat[0].ndim - 1)
+    results = [lax.broadcast(start, x.shape[:-1]) for start, x in zip(starts, flat, strict=True)]
+    for place in range(flat[0].shape[-1]):
+        elements = [lax.index_in_dim(x, place, x.ndim - 1, keepdims=False) for x in flat]
+        results = combine(*results, *elements)
+    return results
+
+
+def _reduce_dims(primitive: Any) -> Callable[..., Any]:
+    def reduce(x: Any, dims: Sequence[int]) -> Any:
+        return primitive(x, axes=tuple(dims))
+
+    return reduce
+
+
+REDUCTIONS = {
+    "stablehlo.add": _reduce_dims(lax.reduce_sum),
+    "stablehlo.multiply": _reduce_dims(lax.reduce_prod),
+    "stablehlo.maximum": _reduce_dims(lax.reduce_max),
+    "stablehlo.minimum": _reduce_dims(lax.reduce_min),
+    "stablehlo.and": _reduce_dims(lax.reduce_and),
+    "stablehlo.or": _reduce_dims(lax.reduce_or),
+}
+
+
+def _reduce_windows(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    if len(operands) != 2:
+        raise UnreadableError("reduce_window of several arrays")
+    x, start = operands
+    name = name_combiner(find_body(operation))
+    rank = np.ndim(x)
+    window = read_integers(operation, "window_dimensions")
+    strides = read_integers(operation, "window_strides", (1,) * rank)
+    padding = read_numbers(operation, "padding", np.zeros((rank, 2), int))
+    base = read_integers(operation, "base_dilations", (1,) * rank)
+    dilation = read_integers(operation, "window_dilations", (1,) * rank)
+    if name not in _WINDOWS:
+        raise UnreadableError("reduce_window by another function")
+    reduced = lax.reduce_window(
+        x,
+        _WINDOWS[name](x.dtype),
+        _COMBINERS[name],
+        window,
+        strides,
+        read_pairs(padding),
+        base,
+        dilation,
+    )
+    return _COMBINERS[name](reduced, lax.broadcast(start, np.shape(reduced)))
+
+
+def _make_zero(dtype: Any) -> Any:
+    return np.zeros((), dtype)
+
+
+def _make_least(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf, dtype)
+    return np.asarray(jnp.iinfo(dtype).min, dtype)
+
+
+def _make_largest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(np.inf, dtype)
+    return np.asarray(jnp.iinfo(dtype).max, dtype)
+
+
+_WINDOWS = {"stablehlo.add": _make_zero, "stablehlo.maximum": _make_least, "stablehlo.minimum": _make_largest}
+_COMBINERS = {
+    "stablehlo.add": lax.add,
+    "stablehlo.multiply": lax.mul,
+    "stablehlo.maximum": lax.max,
+    "stablehlo.minimum": lax.min,
+    "stablehlo.and": lax.bitwise_and,
+    "stablehlo.or": lax.bitwise_or,
+}
+
+
+def _sort(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """A sort by any comparison: the place of an element is the number of those that come before it.
+
+    Worked example: [3, 1, 2] by `<`. Before 3 come two elements, before 1 none, before 2 one: places [2, 0, 1]. Of two
+    elements of which neither comes before the other, the first stays first.
+    """
+    dim = read_integer(operation, "dimension")
+    size = np.shape(operands[0])[dim]
+    comes_before = reader.map_function(find_body(operation), np.ndim(operands[0]) + 1)
+    arrays = [jnp.moveaxis(x, dim, -1) for x in operands]
+    shape = (*arrays[0].shape, size)
+    rank = len(shape)
+    firsts = []
+    seconds = []
+    for x in arrays:
+        # [..., i, j]: element i, and element j.
+        firsts.append(lax.broadcast_in_dim(x, shape, tuple(range(rank - 1))))
+        seconds.append(lax.broadcast_in_dim(x, shape, (*range(rank - 2), rank - 1)))
+    pairs = []
+    for first, second in zip(firsts, seconds, strict=True):
+        pairs += [second, first]
+    (is_before,) = comes_before(*pairs)  # whether j comes before i
+    reversed_pairs = []
+    for first, second in zip(firsts, seconds, strict=True):
+        reversed_pairs += [first, second]
+    (is_after,) = comes_before(*reversed_pairs)
+    earlier = lax.broadcasted_iota(np.int32, shape, rank - 1) < lax.broadcasted_iota(np.int32, shape, rank - 2)
+    counts = is_before | (~is_after & earlier)
+    places = lax.reduce_sum(lax.convert_element_type(counts, np.int32), axes=(rank - 1,))
+    # The element of place p is the one i whose place is p.
+    at_place = lax.broadcasted_iota(np.int32, shape, rank - 2) == lax.broadcast_in_dim(
+        places, shape, (*range(rank - 2), rank - 1)
+    )
+    order = lax.argmax(at_place, rank - 1, np.int32)
+    results = []
+    for x in arrays:
+        results.append(jnp.moveaxis(jnp.take_along_axis(x, order, -1, mode="clip"), -1, dim))
+    return results
+
+
+REDUCTION_RULES: dict[str, Callable[..., Any]] = {
+    "stablehlo.reduce": _reduce,
+    "stablehlo.reduce_window": _reduce_windows,
+    "stablehlo.sort": _sort,
+}

@@ -1,0 +1,182 @@
+"""Operations of each element: arithmetic, comparisons, constants and conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._jax import compat
+from shardkit.testing.exact.stablehlo.attributes import (
+    DTYPES,
+    find_definition,
+    read_constant,
+    read_dtype,
+    read_integer,
+    read_shape,
+)
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+
+
+def _apply_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that applies a function to the operands alone."""
+
+    def apply(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+        return function(*operands)
+
+    return apply
+
+
+def _make_constant(reader: BlockReader, operation: Any) -> Any:
+    value = operation.attributes["value"]
+    shape = read_shape(operation)
+    dtype = read_dtype(operation)
+    if value.is_splat:
+        number = value.get_splat_value().value
+        x = np.full(shape, number, dtype)
+    elif dtype == jnp.bfloat16:
+        x = np.asarray(list(value), np.float32).astype(dtype).reshape(shape)
+    else:
+        x = np.asarray(value, dtype).reshape(shape)
+    return reader.vary(x)
+
+
+def _make_iota(reader: BlockReader, operation: Any) -> Any:
+    dim = read_integer(operation, "iota_dimension")
+    return reader.vary(lax.broadcasted_iota(read_dtype(operation), read_shape(operation), dim))
+
+
+def _compare(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
+    direction = compat.hlo_text(operation.attributes["comparison_direction"])
+    first, second = [_find_total_order(value) for value in operation.operands]
+    total = first is not None and second is not None
+    if total:
+        x = reader.values[first]
+        y = reader.values[second]
+    elif "compare_type" in operation.attributes:
+        total = compat.hlo_text(operation.attributes["compare_type"]) == "TOTALORDER"
+    if total and jnp.issubdtype(x.dtype, jnp.floating):
+        # jax has "less" and "at most" of this order alone, so the operands of the other two change places.
+        if direction in ("GT", "GE"):
+            x, y = y, x
+        if direction in ("LT", "GT"):
+            return compat.less_in_total_order(x, y)
+        if direction in ("LE", "GE"):
+            return compat.at_most_in_total_order(x, y)
+    return _COMPARISONS[direction](x, y)
+
+
+_COMPARISONS = {"EQ": lax.eq, "NE": lax.ne, "LT": lax.lt, "LE": lax.le, "GT": lax.gt, "GE": lax.ge}
+
+
+def _find_total_order(value: Any) -> Any:
+    """The float that an integer orders as IEEE's total order does; None if it does not.
+
+    A compiler for CPUs writes the order of floats by their bits: of the bits b of x it compares b where they are not
+    negative, and b ^ 0x7fffffff where they are.
+    """
+    select = find_definition(value, "stablehlo.select")
+    if select is None:
+        return None
+    is_negative, flipped, plain = select.operands
+    bits = find_definition(plain, "mhlo.bitcast", "stablehlo.bitcast_convert")
+    flip = find_definition(flipped, "stablehlo.xor")
+    test = find_definition(is_negative, "stablehlo.compare")
+    if bits is None or flip is None or test is None:
+        return None
+    masks = [find_definition(other, "stablehlo.constant") for other in flip.operands if other != plain]
+    zero = find_definition(test.operands[1], "stablehlo.constant")
+    same_bits = len(masks) == 1 and test.operands[0] == plain
+    if not same_bits or masks[0] is None or zero is None:
+        return None
+    if compat.hlo_text(test.attributes["comparison_direction"]) != "LT" or read_constant(zero) != 0:
+        return None
+    largest = np.iinfo(DTYPES[str(plain.type.element_type)]).max
+    is_float = jnp.issubdtype(DTYPES[str(bits.operands[0].type.element_type)], jnp.floating)
+    if not is_float or read_constant(masks[0]) != largest:
+        return None
+    return bits.operands[0]
+
+
+def _select(reader: BlockReader, operation: Any, which: Any, yes: Any, no: Any) -> Any:
+    if np.ndim(which) == 0 and np.ndim(yes):
+        which = lax.broadcast(which, np.shape(yes))
+    return lax.select_n(which, no, yes)
+
+
+def _clamp(reader: BlockReader, operation: Any, low: Any, x: Any, high: Any) -> Any:
+    return lax.clamp(low, x, high)
+
+
+def _convert(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.convert_element_type(x, read_dtype(operation))
+
+
+def _reinterpret(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.bitcast_convert_type(x, read_dtype(operation))
+
+
+def _keep(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """Rounding to fewer bits is not modelled, and copies change nothing."""
+    return list(operands)
+
+
+SCALAR_RULES: dict[str, Callable[..., Any]] = {
+    "stablehlo.constant": _make_constant,
+    "stablehlo.iota": _make_iota,
+    "stablehlo.add": _apply_elementwise(lax.add),
+    "stablehlo.subtract": _apply_elementwise(lax.sub),
+    "stablehlo.multiply": _apply_elementwise(lax.mul),
+    "stablehlo.divide": _apply_elementwise(lax.div),
+    "stablehlo.remainder": _apply_elementwise(lax.rem),
+    "stablehlo.power": _apply_elementwise(lax.pow),
+    "stablehlo.maximum": _apply_elementwise(lax.max),
+    "stablehlo.minimum": _apply_elementwise(lax.min),
+    "stablehlo.negate": _apply_elementwise(lax.neg),
+    "stablehlo.abs": _apply_elementwise(lax.abs),
+    "stablehlo.sign": _apply_elementwise(lax.sign),
+    "stablehlo.floor": _apply_elementwise(lax.floor),
+    "stablehlo.ceil": _apply_elementwise(lax.ceil),
+    "stablehlo.sqrt": _apply_elementwise(lax.sqrt),
+    "stablehlo.rsqrt": _apply_elementwise(lax.rsqrt),
+    "stablehlo.cbrt": _apply_elementwise(lax.cbrt),
+    "stablehlo.exponential": _apply_elementwise(lax.exp),
+    "stablehlo.exponential_minus_one": _apply_elementwise(lax.expm1),
+    "stablehlo.log": _apply_elementwise(lax.log),
+    "stablehlo.log_plus_one": _apply_elementwise(lax.log1p),
+    "stablehlo.logistic": _apply_elementwise(lax.logistic),
+    "stablehlo.tanh": _apply_elementwise(lax.tanh),
+    "stablehlo.sine": _apply_elementwise(lax.sin),
+    "stablehlo.cosine": _apply_elementwise(lax.cos),
+    "stablehlo.tan": _apply_elementwise(lax.tan),
+    "stablehlo.atan2": _apply_elementwise(lax.atan2),
+    "mhlo.erf": _apply_elementwise(lax.erf),
+    "stablehlo.round_nearest_afz": _apply_elementwise(
+        partial(lax.round, rounding_method=lax.RoundingMethod.AWAY_FROM_ZERO)
+    ),
+    "stablehlo.round_nearest_even": _apply_elementwise(
+        partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
+    ),
+    "stablehlo.is_finite": _apply_elementwise(lax.is_finite),
+    "stablehlo.and": _apply_elementwise(lax.bitwise_and),
+    "stablehlo.or": _apply_elementwise(lax.bitwise_or),
+    "stablehlo.xor": _apply_elementwise(lax.bitwise_xor),
+    "stablehlo.not": _apply_elementwise(lax.bitwise_not),
+    "stablehlo.popcnt": _apply_elementwise(lax.population_count),
+    "stablehlo.count_leading_zeros": _apply_elementwise(lax.clz),
+    "stablehlo.shift_left": _apply_elementwise(lax.shift_left),
+    "stablehlo.shift_right_logical": _apply_elementwise(lax.shift_right_logical),
+    "stablehlo.shift_right_arithmetic": _apply_elementwise(lax.shift_right_arithmetic),
+    "stablehlo.compare": _compare,
+    "stablehlo.select": _select,
+    "stablehlo.clamp": _clamp,
+    "stablehlo.convert": _convert,
+    "stablehlo.bitcast_convert": _reinterpret,
+    "stablehlo.reduce_precision": _keep,
+    "mhlo.copy": _keep,
+    "stablehlo.optimization_barrier": _keep,
+}

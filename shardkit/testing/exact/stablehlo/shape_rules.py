@@ -1,0 +1,153 @@
+"""Operations that only move elements: shapes, slices, gathers and scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._jax import compat
+from shardkit.testing.exact.stablehlo.attributes import (
+    UnreadableError,
+    find_body,
+    name_combiner,
+    read_dtype,
+    read_integer,
+    read_integers,
+    read_shape,
+)
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+
+
+def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
+    """The same bytes in memory, as another shape, layout or dtype."""
+    # Layouts name dims from the one that changes fastest: {0, 1} of [2, 3] is stored as its transpose [3, 2].
+    source = read_integers(operation, "source_layout")[::-1]
+    target = read_integers(operation, "result_layout")[::-1]
+    shape = read_shape(operation)
+    dtype = read_dtype(operation)
+    if np.dtype(x.dtype) != np.dtype(dtype):
+        x = lax.bitcast_convert_type(x, dtype)
+    if source != tuple(range(len(source))):
+        x = lax.transpose(x, source)
+    stored = tuple(shape[dim] for dim in target)
+    if np.shape(x) != stored:
+        x = lax.reshape(x, stored)
+    if target != tuple(range(len(target))):
+        x = lax.transpose(x, tuple(int(n) for n in np.argsort(target)))
+    return x
+
+
+def _broadcast(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.broadcast_in_dim(x, read_shape(operation), read_integers(operation, "broadcast_dimensions"))
+
+
+def _reshape(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.reshape(x, read_shape(operation))
+
+
+def _transpose(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.transpose(x, read_integers(operation, "permutation"))
+
+
+def _reverse(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.rev(x, read_integers(operation, "dimensions"))
+
+
+def _slice(reader: BlockReader, operation: Any, x: Any) -> Any:
+    return lax.slice(
+        x,
+        read_integers(operation, "start_indices"),
+        read_integers(operation, "limit_indices"),
+        read_integers(operation, "strides"),
+    )
+
+
+def _concatenate(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    return lax.concatenate(operands, read_integer(operation, "dimension"))
+
+
+def _pad(reader: BlockReader, operation: Any, x: Any, filling: Any) -> Any:
+    low = read_integers(operation, "edge_padding_low")
+    high = read_integers(operation, "edge_padding_high")
+    between = read_integers(operation, "interior_padding")
+    return lax.pad(x, filling, list(zip(low, high, between, strict=True)))
+
+
+def _slice_dynamically(reader: BlockReader, operation: Any, x: Any, *starts: Any) -> Any:
+    # Starts of a module count from the front, and are clamped.
+    sizes = read_integers(operation, "slice_sizes")
+    return compat.dynamic_slice(x, _as_signed(starts), sizes)
+
+
+def _update_dynamically(reader: BlockReader, operation: Any, x: Any, update: Any, *starts: Any) -> Any:
+    return compat.dynamic_update_slice(x, update, _as_signed(starts))
+
+
+def _as_signed(starts: Sequence[Any]) -> list[Any]:
+    return [lax.convert_element_type(start, np.int32) for start in starts]
+
+
+def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
+    attribute = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
+    indices = _put_vector_last(indices, attribute.index_vector_dim)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(attribute.offset_dims),
+        collapsed_slice_dims=tuple(attribute.collapsed_slice_dims),
+        start_index_map=tuple(attribute.start_index_map),
+        operand_batching_dims=tuple(attribute.operand_batching_dims),
+        start_indices_batching_dims=tuple(attribute.start_indices_batching_dims),
+    )
+    sizes = read_integers(operation, "slice_sizes")
+    # A module clamps places that do not exist; what jax fills is a select behind it.
+    return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+
+
+def _put_vector_last(indices: Any, dim: int) -> Any:
+    """Indices [..., n] of places, from those with the coordinates of a place along `dim`, or without such a dim."""
+    if dim == np.ndim(indices):
+        return lax.expand_dims(indices, (dim,))
+    return jnp.moveaxis(indices, dim, -1)
+
+
+def _scatter(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    count = len(operands) // 2
+    if count != 1:
+        raise UnreadableError("scatter of several arrays")
+    x, indices, updates = operands
+    attribute = compat.hlo_dimensions("Scatter", operation.attributes["scatter_dimension_numbers"])
+    indices = _put_vector_last(indices, attribute.index_vector_dim)
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(attribute.update_window_dims),
+        inserted_window_dims=tuple(attribute.inserted_window_dims),
+        scatter_dims_to_operand_dims=tuple(attribute.scattered_dims_to_operand_dims),
+        operand_batching_dims=tuple(attribute.input_batching_dims),
+        scatter_indices_batching_dims=tuple(attribute.scatter_indices_batching_dims),
+    )
+    name = name_combiner(find_body(operation))
+    if name not in _SCATTERS:
+        raise UnreadableError("scatter by another function than a sum")
+    mode = lax.GatherScatterMode.FILL_OR_DROP  # what is written where no place is is dropped
+    return _SCATTERS[name](x, indices, updates, numbers, mode=mode)
+
+
+_SCATTERS = {"": lax.scatter, "stablehlo.add": lax.scatter_add}
+
+
+SHAPE_RULES: dict[str, Callable[..., Any]] = {
+    "mhlo.bitcast": _bitcast,
+    "stablehlo.broadcast_in_dim": _broadcast,
+    "stablehlo.reshape": _reshape,
+    "stablehlo.transpose": _transpose,
+    "stablehlo.reverse": _reverse,
+    "stablehlo.slice": _slice,
+    "stablehlo.concatenate": _concatenate,
+    "stablehlo.pad": _pad,
+    "stablehlo.dynamic_slice": _slice_dynamically,
+    "stablehlo.dynamic_update_slice": _update_dynamically,
+    "stablehlo.gather": _gather,
+    "stablehlo.scatter": _scatter,
+}
