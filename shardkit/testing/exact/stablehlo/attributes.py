@@ -42,10 +42,12 @@ class UnreadableError(Exception):
 
 
 def read_shape(operation: Any, result: int = 0) -> tuple[int, ...]:
+    """The shape of a result."""
     return tuple(operation.results[result].type.shape)
 
 
 def read_dtype(operation: Any, result: int = 0) -> Any:
+    """The numpy dtype of a result."""
     return DTYPES[str(operation.results[result].type.element_type)]
 
 
@@ -57,20 +59,24 @@ def read_numbers(operation: Any, name: str, default: Any = None) -> np.ndarray:
 
 
 def read_integers(operation: Any, name: str, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """An attribute that is a row of integers."""
     if name not in operation.attributes:
         return tuple(default)
     return tuple(int(n) for n in operation.attributes[name])
 
 
 def read_integer(operation: Any, name: str) -> int:
+    """An attribute that is an integer."""
     return int(operation.attributes[name].value)
 
 
 def read_pairs(table: np.ndarray) -> list[tuple[int, int]]:
+    """The rows of a table [n, 2], as of padding and of senders and receivers."""
     return [(int(first), int(second)) for first, second in table]
 
 
 def find_body(operation: Any, region: int = 0) -> Any:
+    """The block of a region of an operation, as the comparison of a sort."""
     return operation.regions[region].blocks[0]
 
 
