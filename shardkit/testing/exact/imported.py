@@ -1,11 +1,12 @@
-"""A compiled program as a function of the pieces of all devices, which is traced, proved and counted as any other.
+"""A compiled program as a function of global arrays, which is traced, proved and counted as any other.
 
-Worked example: `jit(lambda x: x.sum())` of x [8] that is split over four devices. The compiled module takes the piece
-[2] of one device, adds it up and sums over the groups {0, 1, 2, 3}. Here it is a function of the whole x:
+Worked example: `jit(lambda x: x.sum())` of x [8] that is split over "data" of four devices. The compiled module takes
+the piece [2] of one device, adds it up and sums over the groups {0, 1, 2, 3}. Here it is a function of the whole x:
 
-    cut         x [8] -> [4, 2], a row for each device
-    shard_map   over a flat axis of four devices; each runs the module on its row
+    shard_map   over the mesh of the arguments, x by its own spec; each device runs the module on its piece [2]
     result      [4]: the sum, of each device
+
+Where no argument or result names a mesh, all devices are one axis, and a piece is cut out of x by its place.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardkit._jax import compat
 from shardkit._jax.dependence import without_unused
+from shardkit.collectives.basic import vary
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.module import ImportedModule
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
-
-AXIS = "device"
 
 
 class DevicePieces(NamedTuple):
@@ -35,10 +35,12 @@ class DevicePieces(NamedTuple):
     Attributes:
         starts: [devices, dims], the first place of each device's piece.
         shape: of a piece.
+        spec: the axes of the program's mesh that split it; None if they do not say it.
     """
 
     starts: np.ndarray
     shape: tuple[int, ...]
+    spec: PartitionSpec | None = None
 
     @classmethod
     def of(cls, sharding: Any, shape: tuple[int, ...], devices: Sequence[Any]) -> DevicePieces:
@@ -66,6 +68,7 @@ class ImportedProgram(NamedTuple):
         kept: the numbers of the arguments that the module takes; it leaves out those that it does not need.
         inputs: the layouts of these.
         outputs: the layouts of the results.
+        mesh: the names and sizes of the axes of all devices.
         platform: on which it runs.
     """
 
@@ -73,6 +76,7 @@ class ImportedProgram(NamedTuple):
     kept: tuple[int, ...]
     inputs: tuple[DevicePieces, ...]
     outputs: tuple[DevicePieces, ...]
+    mesh: dict[str, int]
     platform: str
 
     @classmethod
@@ -87,13 +91,13 @@ class ImportedProgram(NamedTuple):
         kept = tuple(number for number, sharding in enumerate(shardings) if sharding is not None)
         output_shardings = jax.tree.leaves(compiled.output_shardings)
         devices = compat.device_assignment([*shardings, *output_shardings])
-        inputs = [make_layout(shardings[number], avals[number], devices) for number in kept]
+        mesh = find_mesh([*shardings, *output_shardings], devices)
+        inputs = [make_layout(shardings[number], avals[number], devices, mesh) for number in kept]
         outputs = []
         for sharding, aval in zip(output_shardings, jax.tree.leaves(compiled.out_info), strict=True):
-            outputs.append(make_layout(sharding, aval, devices))
-        return cls(
-            ImportedModule(serialized, AXIS, len(devices)), kept, tuple(inputs), tuple(outputs), devices[0].platform
-        )
+            outputs.append(make_layout(sharding, aval, devices, mesh))
+        read = ImportedModule(serialized, tuple(mesh), len(devices))
+        return cls(read, kept, tuple(inputs), tuple(outputs), mesh, devices[0].platform)
 
     def describe_compiler(self) -> str:
         """Devices, platform, and the versions of jax and jaxlib, which hold the compiler."""
@@ -109,19 +113,26 @@ class ImportedProgram(NamedTuple):
 
     def run(self, *arguments: Any) -> list[Any]:
         """[devices, ...]: the pieces of the results, of all global arguments."""
-        pieces = []
+        rows = PartitionSpec(tuple(self.mesh))
+        in_specs = []
+        operands = []
         for number, layout in zip(self.kept, self.inputs, strict=True):
-            pieces.append(layout.cut(to_data(arguments[number])))
-        spec = PartitionSpec(AXIS)
-        mesh = AbstractMesh((self.module.devices,), (AXIS,), axis_types=(AxisType.Auto,))
+            x = to_data(arguments[number])
+            is_cut = layout.spec is None
+            operands.append(layout.cut(x) if is_cut else x)
+            in_specs.append(rows if is_cut else layout.spec)
 
-        def run_device(*rows: Any) -> list[Any]:
-            arguments = [lax.squeeze(row, (0,)) for row in rows]
-            results = BlockReader(self.module, OPERATION_RULES).run(self.module.find_function("main"), arguments)
+        def run_device(*pieces: Any) -> list[Any]:
+            inputs = []
+            for piece, layout in zip(pieces, self.inputs, strict=True):
+                inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
+            results = BlockReader(self.module, OPERATION_RULES).run(self.module.find_function("main"), inputs)
             return [lax.expand_dims(x, (0,)) for x in results]
 
-        run = jax.shard_map(run_device, mesh=mesh, in_specs=spec, out_specs=spec)
-        return run(*pieces)
+        types = (AxisType.Auto,) * len(self.mesh)
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=types)
+        run = jax.shard_map(run_device, mesh=mesh, in_specs=tuple(in_specs), out_specs=rows)
+        return run(*operands)
 
     def cut_results(self, results: Sequence[Any]) -> list[Any]:
         """[devices, ...]: the pieces of global results, as the compiled program has them."""
@@ -131,14 +142,24 @@ class ImportedProgram(NamedTuple):
         return pieces
 
 
-def make_layout(sharding: Any, aval: Any, devices: Sequence[Any]) -> DevicePieces:
-    """The layout of an argument or result; of keys, that of their data."""
+def find_mesh(shardings: Sequence[Any], devices: Sequence[Any]) -> dict[str, int]:
+    """The axes of the first mesh that has the devices in the order in which a module numbers them, else one axis."""
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == list(devices):
+            return dict(sharding.mesh.shape)
+    return {"device": len(devices)}
+
+
+def make_layout(sharding: Any, aval: Any, devices: Sequence[Any], mesh: dict[str, int]) -> DevicePieces:
+    """The layout of an argument or result over the axes of a mesh; of keys, that of their data."""
     shape = tuple(aval.shape)
     layout = DevicePieces.of(sharding, shape, devices)
+    if isinstance(sharding, NamedSharding) and find_mesh([sharding], devices) == mesh:
+        layout = layout._replace(spec=sharding.spec)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)).shape
         starts = np.concatenate([layout.starts, np.zeros((len(devices), len(data)), np.int32)], 1)
-        return DevicePieces(starts, (*layout.shape, *data))
+        return layout._replace(starts=starts, shape=(*layout.shape, *data))
     return layout
 
 

@@ -57,7 +57,7 @@ class BlockReader:
 
         So what a loop hands on has the same type before and after each iteration, whatever the compiler found out.
         """
-        return vary(jnp.asarray(x), self.module.axis)
+        return vary(jnp.asarray(x), self.module.axes)
 
     def make_function(self, block: Any) -> Callable[..., list[Any]]:
         """A block as a function of arrays."""

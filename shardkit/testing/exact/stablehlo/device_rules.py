@@ -1,10 +1,10 @@
-"""Collectives over groups of devices, as gathers along one flat axis of all devices.
+"""Collectives over groups of devices, as gathers along all axes of the mesh.
 
-A compiled module numbers its devices and knows no mesh, so all devices are one flat mesh axis here. Worked example, an
-all-reduce over the groups {0, 2} and {1, 3} of four devices:
+A compiled module numbers its devices and knows no mesh: the number of a device is its index along all axes. Worked
+example, an all-reduce over the groups {0, 2} and {1, 3} of four devices:
 
     x           [5] on every device; device 1 has x1
-    gathered    all_gather of x along the axis: [4, 5], rows x0, x1, x2, x3 on every device
+    gathered    all_gather of x along all axes: [4, 5], rows x0, x1, x2, x3 on every device
     members     a table of groups by device, [[0, 2], [1, 3], [0, 2], [1, 3]]; device 1 takes row axis_index = 1: [1, 3]
     places      a table of places in the group by device, [0, 0, 1, 1]; device 1 is the first of its group: 0
     result      gathered[members].sum(0), [5]: x1 + x3 on devices 1 and 3
@@ -39,7 +39,6 @@ from shardkit.testing.exact.stablehlo.reduction_rules import REDUCTIONS
 
 def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
     """The numbers of the devices in this device's group, in the order of the group, and its place among them."""
-    axis = reader.module.axis
     devices = reader.module.devices
     groups = _read_groups(reader.module, operation)
     if groups.size == 0:
@@ -50,7 +49,7 @@ def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
         for place, device in enumerate(group):
             members[device] = group
             places[device] = place
-    number = lax.axis_index(axis)
+    number = lax.axis_index(reader.module.axes)
     return _take_row(reader, members, number), _take_row(reader, places, number)
 
 
@@ -67,7 +66,11 @@ def _read_groups(module: ImportedModule, operation: Any) -> np.ndarray:
         return np.asarray(groups)
     # Groups that are axes of a mesh lose the order of its devices on the way to StableHLO (seen with jaxlib 0.10.2), so
     # they are those of the instruction with the same channel in the module itself.
-    return np.asarray(module.groups[compat.hlo_channel(operation.attributes["channel_handle"])])
+    channel = compat.hlo_channel(operation.attributes["channel_handle"])
+    listed = module.groups[channel]
+    if listed is None:
+        raise UnreadableError(f"channel {channel}, which has groups of two kinds,")
+    return np.asarray(listed)
 
 
 def _take_row(reader: BlockReader, table: np.ndarray, number: Any) -> Any:
@@ -76,7 +79,7 @@ def _take_row(reader: BlockReader, table: np.ndarray, number: Any) -> Any:
 
 def _gather_group(reader: BlockReader, x: Any, members: Any) -> Any:
     """[members, ...]: x of each device of this device's group."""
-    gathered = lax.all_gather(x, reader.module.axis)
+    gathered = lax.all_gather(x, reader.module.axes)
     return jnp.take(gathered, members, 0, mode="clip")
 
 
@@ -136,11 +139,11 @@ def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], members: Any, p
 
 def _permute(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     pairs = read_pairs(read_numbers(operation, "source_target_pairs"))
-    return [lax.ppermute(x, reader.module.axis, pairs) for x in operands]
+    return [lax.ppermute(x, reader.module.axes, pairs) for x in operands]
 
 
 def _number_device(reader: BlockReader, operation: Any) -> Any:
-    return lax.convert_element_type(lax.axis_index(reader.module.axis), np.uint32)
+    return lax.convert_element_type(lax.axis_index(reader.module.axes), np.uint32)
 
 
 def _make_zero_id(reader: BlockReader, operation: Any) -> Any:

@@ -17,14 +17,14 @@ class ImportedModule:
     """A module, parsed.
 
     Attributes:
-        axis: the mesh axis of all devices, along which its function must be mapped.
+        axes: the mesh axes of all devices, along which its function must be mapped.
         devices: the number of devices.
-        groups: of a collective, by its channel, the groups of devices.
+        groups: of a collective, by its channel, the groups of devices; None of a channel with groups of two kinds.
     """
 
-    def __init__(self, serialized: bytes, axis: str, devices: int):
+    def __init__(self, serialized: bytes, axes: tuple[str, ...], devices: int):
         """Parses the serialized HloModuleProto of a module."""
-        self.axis = axis
+        self.axes = axes
         self.devices = devices
         try:
             self._ir = compat.parse_hlo(serialized)
@@ -37,7 +37,7 @@ class ImportedModule:
                 if not instruction.channel:
                     continue
                 if self.groups.setdefault(instruction.channel, instruction.groups) != instruction.groups:
-                    raise UnreadableError(f"channel {instruction.channel}, which has groups of two kinds,")
+                    self.groups[instruction.channel] = None
         self._functions: dict[str, Any] = {}
         self._callers: dict[str, Callable[..., Any]] = {}
         for operation in self._ir.body.operations:
