@@ -176,7 +176,11 @@ class _LossReader:
             known.update(zip(equation.outvars, results, strict=True))
 
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
-        """What the results of an equation are."""
+        """The states of the results of an equation.
+
+        The order is: inner programs, the collectives that the loss sends over the batch, results that depend on
+        examples that met already, then the rule of the primitive.
+        """
         equation = pair.many
         name = pair.name
         if find_called_program(equation) is not None or name == "shard_map":
@@ -193,7 +197,8 @@ class _LossReader:
         axes = self.batch_axes & frozenset(mesh_axes(equation))
         is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
         if axes and (is_of_the_loss or name == "axis_index"):
-            # What a loss sends over the batch is its own affair: devices share it, and it is taken for whole.
+            # The result of a collective over the batch is the same on all devices, so it is Whole. Whether the loss
+            # is right to send it is not decided here: such a loss is compared with one device (steps/whole_batch.py).
             self.sends.update(axes)
             if is_collective:
                 self.lines.append(pair.line)

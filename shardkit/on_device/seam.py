@@ -54,7 +54,7 @@ LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more t
 def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
 
-    Cost: an all_gather of what is whole once per step for each leaf, in the compute dtype.
+    Cost: one all_gather per step, in the compute dtype, of each leaf that is split at rest and whole in the loss.
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
@@ -90,25 +90,28 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
     """
     compute = policy.compute
     reduce = policy.reduce
-    gathers = layout.cuts(gather=("layer",))
-    gathers_now = layout.cuts(gather=("step",))
-    if gathers_now:  # sent in the compute dtype; the part's own decides that of its gradient
-        weight = gather_cuts(cast_floating(x, compute), gathers_now, layout.padding(gathers_now))
+    gathered_by_layer = layout.cuts(gather=("layer",))
+    gathered_now = layout.cuts(gather=("step",))
+    if gathered_now:
+        # Sent in the compute dtype, and cast back: the gradient of `part` has the dtype of `part`.
+        weight = gather_cuts(cast_floating(x, compute), gathered_now, layout.padding(gathered_now))
         x = weight.astype(x.dtype)
-    scatters = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
+    scattered_early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
     part = x
     whole = None
-    if scatters:
-        for cut in scatters:
+    if scattered_early:
+        for cut in scattered_early:
             part = take_part(part, cut.axes, dim=cut.dim)
         part = cast_floating(part, reduce)  # only its gradient is used, and that is a sum
-        whole = vary(x if gathers else cast_floating(x, compute), data_axes)
-    sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(gathers))
+        if not gathered_by_layer:  # else the layer casts it, where it is gathered
+            x = cast_floating(x, compute)
+        whole = vary(x, data_axes)
+    sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(gathered_by_layer))
     return Handle(
         vary(part, data_axes),
         whole,
-        gathers=count_from_end(gathers, x.ndim),
-        scatters=count_from_end(scatters, x.ndim),
+        gathers=count_from_end(gathered_by_layer, x.ndim),
+        scatters=count_from_end(scattered_early, x.ndim),
         compute=compute,
         reduce=reduce,
         entry=layout.entry,

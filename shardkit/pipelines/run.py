@@ -1,7 +1,9 @@
 """The GradFn and the loss of a pipeline: on each device the microbatches of its stages, by the table of a schedule.
 
-Every device runs the same loop. A tick is forward, backward and weight gradient, each where some device runs it then,
-followed by the moves to the neighbors. A device reads its own column of the table; `ops.py` holds what it computes.
+In a tick a device runs one op at most: F (forward), B (backward), or half a backward pass, I (the gradient of the
+inputs) or W (that of the weights). `1F0` is stage 1, F, microbatch 0. All devices run the same program, so each traces
+every op that some device runs in that tick, followed by the moves to the neighbors. A device reads its own column of
+the table; `ops.py` holds what it computes.
 
 Worked example: 1F1B on two devices with three microbatches, and its tick 4.
 
@@ -38,7 +40,7 @@ from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import row, split_microbatches, take_microbatch
-from shardkit.on_device.handles import is_handle, parts, reduce_to_part, unseal_handles, with_parts
+from shardkit.on_device.handles import is_handle, open_entries, parts, reduce_to_part, unseal_handles
 from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
@@ -63,7 +65,7 @@ def build_grad_fn(
     execution = Execution(model, schedule, stages, mode, recompute)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        opened = with_parts(params, parts(params))  # derivatives are taken of the parts of lazy leaves
+        opened = open_entries(params)  # whole from here on: `_finish_gradient` takes their gradients to the parts
         sums = execution.sum_microbatches(opened, batch, keys, scale)
         stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
         grads = sums.shared | {stages.stack: stack_grads}
@@ -119,7 +121,7 @@ class _DeviceInputs(NamedTuple):
     def find_common(self, microbatch: Any) -> PieceArguments:
         """The arguments of embed and head where all devices run them together.
 
-        The number of the microbatch is the same on all devices, so that they meet in the collectives of the two.
+        All devices pass the same number, so that the collectives of embed and of head meet.
         """
         return self.find_arguments(0, 0, microbatch)
 
@@ -130,7 +132,7 @@ class Execution(NamedTuple):
     model: StagedModel  # the pieces
     schedule: Schedule  # the table
     stages: Stages  # which layers are where
-    mode: Mode  # what a device does in an op that is another's: "masked" the same, "branch" nothing
+    mode: Mode  # in an op of another device, a device computes too and discards it ("masked"), or waits ("branch")
     recompute: bool = False  # whether backward passes compute their residuals again
     train: bool = True  # whether there are backward passes
 
@@ -141,8 +143,9 @@ class Execution(NamedTuple):
         last_stage = devices * self.schedule.chunks - 1
         names = bound(where, self.stages.axis)
         self._check(names, params, (batch, keys))
-        live = live_axes(where, names, *jax.tree.leaves(params))
+        live = live_axes(where, names, *jax.tree.leaves(params))  # the pipe's axes; () on one device
         device = axis_index(names) if live else jnp.int32(0)
+        # Spread: all devices run embed and head together, each with its part of the shared leaves.
         spread = self.stages.spread is not None and bool(live)
         shared = unseal_handles(dict(params))
         layers = vary(shared.pop(self.stages.stack), live)
@@ -156,6 +159,7 @@ class Execution(NamedTuple):
         owner = None
         if spread:
             common = eval_shape(inputs.find_common, jnp.int32(0))
+            # The device of the last stage: the heads read its output.
             owner = device_of(last_stage, devices, self.schedule.placement)
         example = eval_shape(inputs.find_arguments, zero, zero, zero)
         pieces = Pieces(self.model, shared, example, live, min(sizes), common, owner)
@@ -241,7 +245,8 @@ class Execution(NamedTuple):
         """The two halves of a backward pass, where the schedule and the stage have them."""
         if not self.train or not any("I" in segment.ops for segment in table.segments):
             return None
-        if not pieces.split.whole:
+        can_split = not pieces.split.whole
+        if can_split:
             return pieces.split
         warnings.warn(
             f"{self.model.where}: the schedule splits backward passes, but those of this stage run whole, in place of "
@@ -309,7 +314,9 @@ class Executor(NamedTuple):
         for segment in segments:
             fields, ends = _slice_rows(rows, segment.begin - segments[0].begin, segment.ticks)
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
-            # In the first tick nothing has arrived: slot 0 is written with what is in it.
+            # The row of a tick names the slots for what it sends, and `_run_tick` writes them at the start of the next
+            # tick: the rows of slots are shifted by one. In the first tick nothing has arrived, and slot 0 is written
+            # with its own content; what the last tick sends is written after the scan.
             slots = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), fields[:, columns]])
             arrivals = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
             run_tick = partial(self._run_tick, segment)

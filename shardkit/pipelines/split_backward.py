@@ -255,7 +255,11 @@ def _label_loop(equation: Any, body: _Program, steady: set[Any], wanted: Sequenc
 def _settle_carry(
     body: _Program, steady: set[Any], results: list[int], at_hand: Sequence[bool], carry: slice, half: int
 ) -> tuple[list[int], _Labels]:
-    """The results of a loop's body with every carry that other rounds of this half need, and the labels."""
+    """The results of a loop's body with every carry that other rounds of this half need, and the labels.
+
+    A fixed point: a carry that this half reads in a round is a result that it must return in the round before, and to
+    compute that result it may read further carries. It ends when a pass adds none.
+    """
     while True:
         labels = _label_program(body, steady, results, at_hand)
         read = [label & half for label in labels.arguments[carry]]

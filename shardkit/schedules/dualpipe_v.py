@@ -10,8 +10,8 @@ from shardkit.schedules.words import parse_v_order
 def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     """Two chunks on each device, placed as a V; most cells are a forward of one and a backward of the other chunk.
 
-    It splits the backward only to fill a gap. With fewer than 2p microbatches it is the order for 2p, without the
-    missing ones.
+    It splits the backward only to fill a gap. With fewer than 2p microbatches, each device runs the order for 2p and
+    leaves out the microbatches that do not exist.
 
     Args:
         devices: number p of pipeline devices.
@@ -23,8 +23,8 @@ def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: a bubble of (p-1) (F&B + B - 3W) / 2 where m is at least 2p, F = B - W, W is at most F and F&B = F + B
-        (simulate other costs); p + 1/2 microbatches in flight.
+    Cost: a bubble of (p-1) (F&B + B - 3W) / 2, where F&B is the time of a forward and a backward that overlap, if m is
+        at least 2p, F = B - W, W is at most F and F&B = F + B (simulate other costs); p + 1/2 microbatches in flight.
 
     Example:
         >>> sk.schedules.dualpipe_v(devices=4, microbatches=8).order(0)[16:20]
@@ -36,14 +36,19 @@ def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):
+        # Warm-up: forward passes of chunk 0, until the first output of the V's left side has come back to this device.
         words = ["F0"] * (2 * (p - 1 - d))
+        # Both chunks run forward, in turn.
         words += ["F0", "F1"] * (d + 1)
+        # Chunk 1 runs backward too, in halves: its weight gradients fill the gaps.
         words += ["I1", "W", "F1"] * (p - 1 - d)
+        # The steady state: a forward of one chunk with a backward of the other.
         pairs = ["F0 B1", "F1 B0"] * (total - 2 * p + d + 1)
         if d == p - 1:
             # The input of chunk 1 comes from chunk 0 of this device, so the first two actions cannot be a pair.
             pairs[:1] = ["F0", "B1"]
         words += pairs
+        # Drain: chunk 0 has no forward passes left.
         words += ["B1", "F1 B0"] * (p - 1 - d)
         # The last backward passes, chunk 1 and chunk 0 in turn: whole ones first, then in two parts.
         for number in range(2 * (d + 1)):

@@ -52,14 +52,14 @@ class TrainProgram:
     """`program(state, key, batch) -> (state, metrics)`, one training step on global arrays, for jit."""
 
     grad_fn: GradFn  # what one device computes
-    optimizer: Any  # an optax transformation, from `passed_what_it_takes`
+    optimizer: Any  # an optax transformation, wrapped by `wrap_optimizer`
     mesh: Mesh  # the mesh, with Auto axes
     plan: Plan  # how its axes are used
     manual: tuple[str, ...]  # those that are Manual inside of the step
     policy: Precision  # the dtypes
     microbatches: Microbatches | Groups  # how a device sums over its examples
-    watches: bool  # whether the step looks at what is finite, and leaves the state as it was where something is not
-    reads: bool  # whether the loss takes carried state; `carry` updates it
+    watches: bool  # whether a step with gradients that are not finite leaves the state as it was
+    reads: bool  # whether the loss takes carried state, which `carry` updates
     carry: Update | None
     in_loop: bool  # whether the step is the body of a loop
     __name__ = "step"  # of the program, in profiles and in jax's own messages
@@ -68,13 +68,15 @@ class TrainProgram:
         placement = self.plan.placement(state.params, self.mesh)
         check_storage("step: the parameters", state.params, placement.at_rest, self.mesh)
         check_carried("step", self.reads, self.carry, state.carried)
-        if self.in_loop:  # else the partitioner splits the parameters that a loop carries further, and gathers them
+        # In a loop the partitioner would choose the layout of the carry: it would split the parameters over more axes,
+        # and gather them in each round.
+        if self.in_loop:
             state = state._replace(params=self._pin(state.params, placement))
         carried = Carried("step", state.carried, state.params, placement)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         microbatches = self.microbatches.for_batch(batch, placement)
-        with noting_trained() as noted:
+        with noting_trained() as noted:  # tracing the GradFn notes the leaves that it trains
             gradients = self.map_gradients(placement, carried, state, batch, microbatches)
             step_scale = microbatches.hide_scale(scale, state.step)
             metrics, grads, residuals = gradients(

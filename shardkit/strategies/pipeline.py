@@ -211,9 +211,9 @@ def pipeline(
             GradFn for `make_train_step`, `loss(embed, stage, head)` the loss for `make_eval_step`.
 
     Raises:
-        ValueError: an illegal schedule (with its grid), no axis or stack, or specs that never name the axis. At trace
-            time: a leaf that does not divide, or a spread head in which only one of total and weight differs between
-            devices.
+        ValueError: an illegal schedule (with its grid), no axis or stack, or `spread` specs that never name `axis`. At
+            trace time: a leaf that does not divide, or a spread head in which only one of total and weight differs
+            between devices.
 
     Cost: the cost of `value_and_grad` and of `loss`. With `spread`, each microbatch also sends, beside the collectives
         of embedding and head, the output of the last stage to all devices and the gradient of the input of the first

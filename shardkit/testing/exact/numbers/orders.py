@@ -164,9 +164,11 @@ def _take_huge_for_numbers(x: Exact) -> Exact:
 
 
 def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
-    """bool [...]: where arrays are equal in the components of both; logarithms as their exps, or all as numbers.
+    """bool [...]: where arrays are equal, in the components that have a meaning for both.
 
-    What is no number equals what is none; nothing is said where one is outside of a function's domain.
+    If one side is a logarithm, the exps of both are compared; otherwise both are compared as numbers. Two values that
+    are no numbers are equal if they are of the same kind. Where one side is outside of a function's domain in this
+    draw, they count as equal: the draw tells nothing there.
     """
     if not field.logs and (x.factor is not None or y.factor is not None):
         # As long as no logarithm became a number, exp gives back what they are of, with its sign.
