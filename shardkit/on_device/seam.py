@@ -50,7 +50,7 @@ from shardkit.plans.storage import is_padded, stored_array, wrap_stored
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
 
-@jax.named_scope(PLAN)  # what it marks as varying is the same on all devices
+@jax.named_scope(PLAN)  # tells readers of the trace that a value marked here is the same on all devices
 def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
 
@@ -85,8 +85,9 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
 def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
     """The Handle of a lazy leaf, which the loss opens.
 
-    Where the loss gathers the leaf by layer (fsdp), the handle has this device's part alone. Where the loss needs the
-    whole weight now and its gradient is scattered early (zero2), `whole` has the value and `part` gets the gradient.
+    Where the loss gathers the leaf by layer (`fsdp(layerwise=...)`), the handle has this device's part alone. Where the
+    loss needs the whole weight now and its gradient is scattered early (zero2), `whole` has the value and `part` gets
+    the gradient.
     """
     compute = policy.compute
     reduce = policy.reduce
@@ -136,9 +137,9 @@ def leave(
     # summed over it again, and one that has not is not forgotten.
     #
     # The division by the global weight (and the scale) comes last, in float32: dividing by each device's own weight
-    # first gives the mean of means, which is another number as soon as two devices have unequal weights. Of a
-    # loss that is a sum of means each total was multiplied by the largest weight over its own before it was
-    # differentiated (`mean_sums.py`), so that one division by the largest is right for all terms.
+    # first gives the mean of means, which is another number as soon as two devices have unequal weights. A loss may be
+    # a sum of means with other weights. Then each term's total was multiplied, before it was differentiated, by the
+    # largest weight over the term's own (`mean_sums.py`), so that this one division is right for all terms.
     means = global_means(means, placement.plan.batch_axes, placement.plan.stage_axes)
     divisor = divisor_of(largest_weight(means["loss"])) * scale
     structure = jax.tree.structure(grads)

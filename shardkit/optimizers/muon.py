@@ -69,10 +69,10 @@ def muon(
     Raises:
         TypeError, ValueError: an argument out of range; at trace time no parameters, or dims a leaf does not have.
 
-    Cost: the cost of the plan, and for B bytes of matrices on each device, padded to a multiple of n: if they are split
-        over n devices (fsdp, zero1, tp), two all_to_alls, 2 B (n-1)/n; if they are whole on n devices (dp), an
-        all_gather of the updates, B (n-1)/n; if layers or heads are split (pp), nothing. Iterations take 1/n of the
-        FLOPs of one device.
+    Cost: the cost of the plan, and for B bytes of matrices on each device: if they are split over n devices (fsdp,
+        zero1, tp), two all_to_alls, 2 B (n-1)/n; if they are whole on n devices (dp), an all_gather of the updates,
+        B (n-1)/n; if layers or heads are split (pp), nothing. The number of matrices is padded to a multiple of n.
+        Iterations take 1/n of the FLOPs of one device.
 
     Example:
         >>> plan = sk.chain(sk.dp("data"), sk.fsdp("model", min_size=1))
@@ -180,8 +180,8 @@ def _check_coefficients(coefficients: Any, steps: Any) -> Any:
         rows = len(numbers)
         if not 0 < rows <= steps:
             raise ValueError(
-                f"muon: ns_coeffs of a step each must be for at most ns_steps={steps} steps, and for one; got {rows}. "
-                f"Pass ns_steps={max(rows, 1)}."
+                f"muon: ns_coeffs with one row for each step must have 1 to ns_steps={steps} rows; got {rows}. Pass "
+                f"ns_steps={max(rows, 1)}."
             )
     if np.asarray(coefficients).dtype.kind == "f":
         return coefficients
@@ -278,6 +278,7 @@ class _Member(NamedTuple):
     def group_key(self, dtype: Any) -> Any:
         """What leaves have in common whose matrices are stacked: their shape, how they are split, and their dtype."""
         matrix = tuple((self.shape[dim], self.spec[dim]) for dim in self.dims.matrix)
+        # Devices along the axes that split layers or heads hold other matrices, so along these no replicas take turns.
         layer_axes = frozenset(axis for dim in self.dims.batch for axis in self.spec[dim])
         return matrix, len(self.dims.rows), layer_axes, dtype
 
@@ -345,7 +346,7 @@ class _Group(NamedTuple):
     | a piece of each matrix, stacked | [10, 2, 6] | |
     | padded to a multiple of 4 owners | [12, 2, 6] | |
     | all_to_all: three whole matrices | [3, 8, 6] | 3/4 of 576 = 432 |
-    | orthogonalized, once in the mesh | [3, 8, 6] | |
+    | orthogonalized, each by one device | [3, 8, 6] | |
     | all_to_all: its piece of each matrix | [12, 2, 6] | 432 |
     | without the padding | [10, 2, 6] | |
 
@@ -393,10 +394,10 @@ class _Group(NamedTuple):
             x = lax.dynamic_slice_in_dim(x, axis_index(self.replicated_axes) * size, size)
         # Whole matrices come together here, and only here: a device gives away its piece of each matrix that is not its
         # own, and gets the other pieces of its own, over one split dim after the other. An all_gather would bring every
-        # matrix to every device, n times the bytes, and all of them would compute the same. Earlier, the gradients
-        # would be sent in place of the momentum, in as many bytes; but then an owner would need the momentum of its
-        # whole matrices, and the state would no longer be optax's. lax is called directly: all axes are bound and have
-        # several devices, pieces vary over them, and all dims divide.
+        # matrix to every device, n times the bytes, and all of them would compute the same. Dealing gradients, before
+        # the momentum, would cost the same bytes, but an owner would then hold the momentum of whole matrices, and the
+        # state would no longer be optax's. lax is called directly: all axes are bound and have several devices, pieces
+        # vary over them, and all dims divide.
         for dim, axes in self.split_dims:
             x = lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
         return x

@@ -270,6 +270,7 @@ class Executor(NamedTuple):
         # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
         table = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
         column = lax.dynamic_index_in_dim(table, device, 1, keepdims=False).astype(jnp.int32)
+        # Spread: for each tick, which microbatch all devices embed together, and for which they run the head.
         ends = jnp.asarray(self.table.ends) if self.ops.find_common else None
         for segments, times in _find_rounds(self.table.segments):
             begin = segments[0].begin
@@ -382,8 +383,9 @@ class Executor(NamedTuple):
         # Every device sends in every tick of the segment, also one that has nothing to send: a ppermute is one call of
         # all devices, and inside an op, which under mode="branch" some of them skip, those that run it would wait for
         # the others for ever. What is sent in vain goes to a free slot, or nowhere. It stands at the end of the tick
-        # because nothing of this tick reads it: what F returns may be under way while B computes. It is no part of what
-        # the backward pass of a stage differentiates: cotangents go back by moves of the table, when that says so.
+        # because nothing of this tick reads it: what F returns may be under way while B computes. jax never
+        # differentiates this ppermute: the backward pass of a stage ends at its inputs, and the table says in which
+        # tick the cotangents move to the neighbor.
         return list(shift(leaves, self.axis, by=1 if sender == "left" else -1, wrap=self.wraps))
 
 

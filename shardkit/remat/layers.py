@@ -84,16 +84,16 @@ def gathered(
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
-        handles = Mask([is_handle(leaf) for leaf in leaves])
-        if keep or not any(handles.flags):
+        is_weight = Mask([is_handle(leaf) for leaf in leaves])
+        if keep or not any(is_weight.flags):
             args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
             return _checkpoint(layer_fn, policy)(*args, **kwargs)
 
         def call(weights: list[Any], others: list[Any]) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, handles.join(weights, others))
+            args, kwargs = jax.tree.unflatten(tree, is_weight.join(weights, others))
             return layer_fn(*args, **kwargs)
 
-        weights, others = handles.split(leaves)
+        weights, others = is_weight.split(leaves)
         return regather_layer(call, weights, others, policy=policy or POLICIES["dots"])
 
     return layer
@@ -181,7 +181,9 @@ def scan_layers(
     has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
     plain = microbatches == 1 and not has_handles
     options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
-    layer = _checkpoint(layer_fn, policy) if plain else partial(regather_layer, layer_fn, **options)
+    layer: Callable[..., Any] = partial(regather_layer, layer_fn, **options)
+    if plain:
+        layer = _checkpoint(layer_fn, policy)  # a scan as jax has it: no policy means jax's own choice
 
     def run_layer(x: Any, weights: Any) -> tuple[Any, None]:
         return layer(weights, x), None
@@ -262,8 +264,9 @@ def _find_changes(weights: Any, before: list[Any]) -> list[str]:
     """The paths of what a layer set in a module of flax nnx, whose variables can be set."""
     modules = weights if isinstance(weights, tuple) else (weights,)
     if any(isinstance(module, dict | list) for module in modules):
-        return []  # a function may use a dict or a list as its own
+        return []  # only a module keeps what a layer sets; a dict or list is made anew for each call
     changes = []
+    # A module may have gained leaves: strict=False.
     for (path, leaf), old in zip(tree_leaves_with_path(weights), before, strict=False):
         if leaf is not old:
             changes.append(path_name(path))
@@ -284,9 +287,11 @@ def _check_carried(x: Any, after: Any) -> None:
     returned = _find_kinds(after)
     matches = [path for path, _ in taken] == [path for path, _ in returned]
     if matches:
-        for leaf, before, now in zip(jax.tree.leaves(x), taken, returned, strict=True):
-            # The dtype of a Python number becomes that of the layers.
-            if before != now and not _takes_any_dtype(leaf):
+        leaves = zip(jax.tree.leaves(x), jax.tree.leaves(after), strict=True)
+        for (leaf, result), before, now in zip(leaves, taken, returned, strict=True):
+            # The dtype of a Python number becomes that of the layers; its shape stays.
+            takes_dtype = _takes_any_dtype(leaf) and jnp.shape(leaf) == jnp.shape(result)
+            if before != now and not takes_dtype:
                 matches = False
     if not matches:
         raise TypeError(

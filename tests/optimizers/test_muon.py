@@ -203,7 +203,7 @@ def test_what_is_refused():
 
 COEFFICIENTS = "muon: ns_coeffs must be three finite numbers, or three for each step; got {}. Pass for example "
 COEFFICIENTS += "(3.4445, -4.7750, 2.0315)."
-TOO_MANY = "muon: ns_coeffs of a step each must be for at most ns_steps=5 steps, and for one; got 6. Pass ns_steps=6."
+TOO_MANY = "muon: ns_coeffs with one row for each step must have 1 to ns_steps=5 rows; got 6. Pass ns_steps=6."
 OF_MATRICES = "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or a "
 OF_MATRICES += "function that returns one; got {'w': 1}. Pass None for all leaves of two dims."
 BETA = "muon: beta must be below 1, the share of the momentum that is kept; got 1. Pass 0.95."

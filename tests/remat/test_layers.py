@@ -380,3 +380,11 @@ def test_a_number_in_the_carry_is_carried_and_all_other_leaves_are_compared():
         "the layer.",
     ):
         sk.scan_layers(widen, stack, (jnp.ones((2, 4), jnp.bfloat16), 0.0))
+
+    # A number that becomes an array in the first layer is no carry either: jax's scan said so in its own words.
+    with raises(
+        TypeError,
+        "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next layer "
+        "gets; it gets float and returns float32[4,4]. Cast or reshape it in the layer.",
+    ):
+        sk.scan_layers(lambda weights, x: x * weights, stack, 1.0)

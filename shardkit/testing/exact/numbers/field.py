@@ -2,8 +2,18 @@
 
 We test polynomial identities at random points. Two different polynomials agree at a random point with a chance of at
 most degree / size of the field (Schwartz and Zippel), so a sum, product or quotient that agrees at a few points is the
-same for all inputs. A number of the program is therefore an array of components: its residue modulo each prime of a
-tower (`tower.py`), at each of some points.
+same for all inputs. A number of the program is therefore an array of components: its residue at each of some random
+points, modulo each prime of a tower.
+
+Why a tower: an exp leads from one prime to the next larger one (`tower.py`). Worked example, with the primes 5, 11, 23:
+
+    modulo            5                 11                       23
+    x                 3                 7                        19
+    exp(x)            no component      4**3 = 9 (from x mod 5)  4**7 = 8 (from x mod 11)
+    exp(exp(x))       no component      no component             4**9 = 13
+
+So each exp uses up the lowest prime that was left, and a logarithm that is needed as a number uses up the highest. Two
+numbers are compared in the components that both have (`valid`).
 
 Residues have no order, and comparisons need one. A run decides them in one of two ways. In a "draw", real inputs are
 drawn beside the residues, and every operation is done on them too, in float64. They say which of two numbers is larger,
@@ -43,14 +53,13 @@ from shardkit.testing.exact.numbers.values import (
     build_facts,
 )
 
-# What real inputs are drawn as, draw by draw; in more draws each input is one of them.
+# What the real inputs of a draw are. The first draws use one kind for all inputs; further draws choose one by input.
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 MIXED = "mixed"  # of which each element is one of the kinds
 SIMILAR = "similar"  # of which rows, columns or all elements are one of the kinds, and differ by little
-# Inputs of which rows, or elements, are equal, or are zero, or where a comparison changes: a division by zero is then
-# the draw's, not the program's, and gradients are not compared, because the derivative of a maximum of equal numbers is
-# a matter of convention.
-CROSSED = "crossed"
+# Kinds that plant equal rows or elements, zeros, or crossings. A division by zero is then the draw's, not the
+# program's, and gradients are not compared: the derivative of a maximum of equal numbers is a matter of convention.
+CROSSED = "crossed"  # inputs are put where a comparison changes its answer
 PLANTED = ("alike", "repeated", "zero", CROSSED)
 # Where a divisor is zero at some point by chance, the points are drawn again, at most so many times.
 SEEDS = 8
@@ -69,7 +78,7 @@ class Field:
             for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its
             answer (a maximum of equal numbers), and the others are of the other kind.
         scale: by what normal inputs are multiplied.
-        levels: how many primes of the tower are used: the highest ones.
+        levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
         settings: the arguments it was made of.
         marks: which integers follow from floats.
         uninterpreted: the functions that were applied without a law, by name.
@@ -81,19 +90,21 @@ class Field:
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
         exps: whether an exp was taken.
         domains: whether a logarithm, or a root, was taken of what may be outside of its domain for other inputs.
-        chances: whether random bits of keys were used, which are others in each draw.
+        chances: whether random bits of keys were used, which differ from draw to draw.
         compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: what was drawn, by name.
         elements: by the name of an input, values that its elements must have in this draw.
         coverage: what notes which way comparisons went, if any does.
-        numbers_of_bits: by the residues of a word that stands for bits, the float: residues, facts and real value.
+        numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
+            the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
         roots: what is known of square roots.
         laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
-        grams: what A^T A is, and its degree, for matrices A that are kept: by rows, columns and residues.
-        halves: for a Cholesky factor L of A = L L^T: by the residues of L and of L^-1 B, what A^-1 B is, and its
-            degree. So L^-T (L^-1 B) is known to be A^-1 B, without a root.
+        grams: Gram matrices: from rows, columns and residues of a matrix A to those of A^T A and their degree. So the
+            factor R of a QR of A, which has roots, is known by R^T R = A^T A.
+        halves: solutions by Cholesky. With A = L L^T, A^-1 B is computed in two halves, L^-1 B and L^-T of it, and L
+            has roots where A^-1 B has none. From the residues of L and L^-1 B to those of A^-1 B and their degree.
     """
 
     def __init__(
@@ -169,6 +180,13 @@ class Field:
             return OUTSIDE
         return NOT_A_NUMBER
 
+    @property
+    def end_level(self) -> int:
+        """One more than the highest prime that is compared."""
+        if self.logs:
+            return self.levels - 1
+        return self.levels
+
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up.
 
@@ -176,27 +194,27 @@ class Field:
         primes 0 to 7, exp(exp(x)) has used up 0 and 1; if a logarithm became a number too, 2 to 6 have a meaning.
         """
         level = self.residues.levels_of_components(used.ndim)
-        highest = self.levels - 1 if self.logs else self.levels
-        return (level >= used) & (level < highest)
+        return (level >= used) & (level < self.end_level)
 
     def is_zero(self, x: Exact) -> np.ndarray:
         """bool [...]: which elements are zero at all points."""
-        # A component without a meaning says nothing: the number may be zero whatever it is. Behind more exps than there
-        # are primes no component has a meaning, and there is no answer.
+        # A component without a meaning is passed over. Behind more exps than there are primes none has a meaning, and
+        # there is no answer.
         used = int(x.used[0].max(initial=0))
         self.deepest = max(self.deepest, used)  # so that a further run has as many primes as this question needs
-        if used >= self.levels - self.logs:
+        if used >= self.end_level:
             raise TooDeepError
         zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
-        if x.factor is not None:
+        if x.factor is not None:  # number + log(factor), and log(1) is zero
             zero = zero & (x.factor == 1).all(0)
         return zero & (x.infinite == 0) & (x.poison == 0)
 
     def invert_residues(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """1 / x for residues.
 
-        What is zero in all components is zero, and its inverse is some number. A number that is zero in some components
-        alone is not zero, but has no inverse there: the points are drawn again.
+        A number that is zero in some components alone is not zero, but has no inverse there: the points are drawn
+        again. A number that is zero in all components is zero, and gets a number that stands for 1/0, the same wherever
+        it is needed: that the quotient is infinite, or no number, is noted beside it (`Exact.infinite`, `poison`).
         """
         zero = x == 0
         if not zero.any():
@@ -221,9 +239,8 @@ class Field:
         self.uninterpreted |= other.uninterpreted
         self.rounded |= other.rounded
         for side in sides:
-            self.rounded_values[side] = set(
-                other.rounded_values.get(side, ())
-            )  # a copy: `other` is added elsewhere too
+            # A copy, because `other` is added elsewhere too.
+            self.rounded_values[side] = set(other.rounded_values.get(side, ()))
         self.domains |= other.domains
         self.chances |= other.chances
         self.logs |= other.logs
@@ -273,7 +290,8 @@ class Field:
         other = Field(points, seed, shallow, order, kind, scale, levels, laws_of_roots=True)
         other.centres = self.centres
         other.elements = self.elements
-        # The roots of this field keep their degrees there, in which its divisions have numbers: others come after them.
+        # The other field reads degrees of this one's roots, which name divisions by their numbers: it counts on from
+        # them, so that a division of its own gets no number twice.
         other._divisions = self._divisions
         return other
 
@@ -312,7 +330,7 @@ class Field:
         real = np.take(np.array(reals), places)[None]
 
         wide = np.asarray(values, np.float64)
-        # Zero is not negative, and not positive either: it is noted as the former.
+        # The sign 1 means "not negative", so it is that of zero too.
         sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
         # Integers are never a mask's infinity.
         is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)
@@ -349,8 +367,9 @@ class Field:
     def degree_of_inverses(self, degree: Degree, elements: int) -> Degree:
         """The degree of the inverses of so many elements of a degree: they count as a division of their own.
 
-        For example, 1 / x of eight inputs has the degree 1 in the inverses of a division of weight 8, so that the third
-        division of a program has Degree(1, {3: (1, 8)}).
+        Worked example: 1 / x of eight inputs, as the third division of a program, has Degree(1, {3: (1, 8)}). Each
+        element is of degree 1 in the inverses of division 3, and the product of all eight divisors, by which both sides
+        are multiplied to be polynomials, is of degree 8.
         """
         if not degree.total:
             return CONSTANT
@@ -363,10 +382,15 @@ class Field:
     def variety(self) -> int:
         """How many values a variable may have, at least, modulo the largest prime that is compared.
 
-        An input is no zero there. An exp is a power of an element of the order of the prime below.
+        Inputs are drawn from the numbers other than zero modulo that prime p: p - 1 values. The exp of a number is a
+        power of 4, of which there are (p - 1) / 2 modulo p: as many as the prime below.
         """
-        largest = LEVELS - 1 - self.logs
-        return PRIMES[largest - self.exps] - 1
+        largest = (
+            LEVELS - self.levels + self.end_level - 1
+        )  # of this field's primes, which are the highest of the tower
+        if self.exps:
+            largest -= 1
+        return PRIMES[largest] - 1
 
     def chance(self, degree: Degree) -> float:
         """A bound of the chance that two different results of this degree agree at all points.
@@ -386,7 +410,8 @@ class Field:
             weights += weight
         agreeing = min(1.0, total / self.variety) ** self.points
         smallest = int(self.residues.moduli[0])
-        redrawn = 2 * self.points * weights / smallest  # all primes together: each is twice the last
+        # Each prime is twice the one before, so all together are at most twice the chance of the smallest.
+        redrawn = 2 * self.points * weights / smallest
         # The points are random on the condition that no divisor is zero there: dividing by the chance of that. Of SEEDS
         # tries one succeeded, so that the chance is not taken for less than 1 / SEEDS.
         return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))
