@@ -8,7 +8,7 @@ that is generated for an operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,13 @@ import jax
 
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
-from shardkit._jax.dependence import without_unused
 from shardkit.testing._compare import UnequalError, describe_shapes
-from shardkit.testing.exact.draws import equal, of_kernels
+from shardkit.testing.exact.compiled_pair import CompiledPair
+from shardkit.testing.exact.draws import of_kernels
 from shardkit.testing.exact.equality import ASSUMED, Equality, certify, check_floats, describe_array, make_input
-from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
-from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 
 _DRAWS = 8  # of programs that compare floats, about
 # Here the compiler is no assumption, but the code that it generates is one.
@@ -89,9 +85,6 @@ def assert_compiled_equal(
     traced = function.trace(*args)
     compiled = traced.lower().compile()
     leaves = jax.tree.leaves(args)
-    abstract = jax.tree.leaves(shapes)
-    results = jax.tree_util.tree_leaves_with_path(compiled.out_info)
-    expected = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results]
     side: Any = traced.jaxpr
     against = "its trace"
     if reference is not None:
@@ -100,47 +93,13 @@ def assert_compiled_equal(
         if difference:
             raise UnequalError(f"{where}: the result must have the reference's structure and shapes; {difference}.")
         against = getattr(reference, "__name__", type(reference).__name__)
-    try:
-        program = ImportedProgram.of(compiled)
-        on_devices = program.trace(abstract)
-    except UnreadableError as error:
-        raise UnprovableError(
-            f"{where}: each operation of the compiled program must have a meaning as a function of arrays; "
-            f"{error.operation} has none. Compare floats, or compile for another platform."
-        ) from error
-    cut = jax.make_jaxpr(program.cut_results)(expected)
-    side = without_unused(side)
-    seconds = check_size(where, (on_devices, side), points, _DRAWS)
-    names = []
-    for path, _ in results:
-        names.append(f"result{jax.tree_util.keystr(path)} of each device")
-    sides = partial(_run_compiled, on_devices, leaves), partial(_run_traced, side, cut, leaves)
-    try:
-        evidence = equal(where, f"{where}: ", names, sides, points, of_kernels(seconds))
-    except DiffersError as error:
-        raise UnequalError(
-            f"{where}: each result of the traced program must be one array; {error} differs between devices, so that "
-            "out_specs name an axis too few. Sum or gather it, or pass reference=."
-        ) from error
+    pair = CompiledPair.of(where, compiled, side)
+    seconds = check_size(where, pair.programs, points, _DRAWS)
+    evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, of_kernels(seconds))
     name = getattr(function, "__name__", type(function).__name__)
-    what = f"{name} as compiled on {program.describe_compiler()} and {against}"
+    what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
     return certify(what, shapes, evidence, ASSUMED_AS_COMPILED)
 
 
-def _make_inputs(field: Field, leaves: Any) -> list[Operand]:
-    # The compiled program holds jax's own random numbers, so the traced one must draw the same.
-    field.compiled = True
+def _make_inputs(leaves: Sequence[Any], field: Field) -> list[Operand]:
     return [make_input(field, str(number), x) for number, x in enumerate(leaves)]
-
-
-def _run_compiled(program: Any, leaves: Any, field: Field, seen: Seen | None) -> list[Operand]:
-    """The pieces of all devices, as the module computes them."""
-    # A module counts places in 64 bits, as those of random numbers.
-    with jax.enable_x64(True):
-        return Interpreter(field, seen=seen).run(program, _make_inputs(field, leaves))
-
-
-def _run_traced(program: Any, cut: Any, leaves: Any, field: Field, seen: Seen | None) -> list[Operand]:
-    """The pieces of all devices, of what the traced program computes."""
-    run = Interpreter(field, seen=seen).run
-    return run(cut, run(program, _make_inputs(field, leaves)))

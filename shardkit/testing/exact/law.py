@@ -88,7 +88,7 @@ def _prove(program: Program, training: Training) -> None:
         calls = len(program.calls)
         steps = len(training.batches)
     check_floats("law", jax.eval_shape(lambda: (training.params, training.batches[0])))
-    traced = _TracedRow.of(program)
+    traced = TracedRow.of(program)
     check_size("law", [traced.program] * calls, _POINTS, _RUNS, longest=60.0)
     outputs = _trace_alone(training, steps).outputs
     _check_carry(training, outputs)
@@ -148,7 +148,7 @@ def _list_paths(tree: Any) -> list[str]:
     return paths
 
 
-def _make_inputs(field: Field, name: str, tree: Any) -> list[Operand]:
+def make_inputs(field: Field, name: str, tree: Any) -> list[Operand]:
     """The leaves of a tree in the field; leaves of the same name and number are the same unknowns on both sides."""
     return [make_input(field, f"{name} {number}", x) for number, x in enumerate(jax.tree.leaves(tree))]
 
@@ -223,9 +223,9 @@ def _run_alone_once(training: Training, steps: int, settings: tuple[Any, ...]) -
 
 
 def _evaluate_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
-    inputs = _make_inputs(field, "params", training.params)
+    inputs = make_inputs(field, "params", training.params)
     for step in range(steps):
-        inputs += _make_inputs(field, f"batch {step}", training.batches[step])
+        inputs += make_inputs(field, f"batch {step}", training.batches[step])
     program = _trace_alone(training, steps).program
     return Interpreter(field, seen=seen).run(program, inputs)
 
@@ -233,7 +233,7 @@ def _evaluate_alone(training: Training, steps: int, field: Field, seen: Seen | N
 # On the mesh
 
 
-class _TracedRow(NamedTuple):
+class TracedRow(NamedTuple):
     """The programs that a row runs, traced.
 
     Attributes:
@@ -251,7 +251,7 @@ class _TracedRow(NamedTuple):
     remove_padding: Any
 
     @classmethod
-    def of(cls, program: Program) -> _TracedRow:
+    def of(cls, program: Program) -> TracedRow:
         """The step is that of the other laws if they traced one; else it is traced of shapes, and nothing runs."""
         make_state: Any = program.init
         if isinstance(make_state, Init):  # no trace can change the types of its mesh's axes
@@ -268,20 +268,20 @@ class _TracedRow(NamedTuple):
 
 
 def _run_on_mesh(
-    program: Program, traced: _TracedRow, calls: int, metric_names: Sequence[str], field: Field, seen: Seen | None
+    program: Program, traced: TracedRow, calls: int, metric_names: Sequence[str], field: Field, seen: Seen | None
 ) -> list[Operand]:
     """The outputs of the row's programs in the field, from the first state that `init` makes of the parameters."""
     run = Interpreter(field, seen=seen).run
     uninterpreted_alone = set(field.uninterpreted)
     state_structure = jax.tree.structure(traced.state)
     output_structure = jax.tree.structure(traced.step.out_info)
-    state_leaves = run(traced.init, _make_inputs(field, "params", program.params))
+    state_leaves = run(traced.init, make_inputs(field, "params", program.params))
     state = jax.tree.unflatten(state_structure, state_leaves)
     key = to_known(program.key)
     losses: list[Operand] = []
     metrics_of_steps: list[Operand] = []
     for call in range(calls):
-        batch = _make_batch(program, call, field)
+        batch = make_batch(program, call, field)
         # The traced step takes the leaves of the state without its key, then the key, then those of the batch.
         state_without_key = jax.tree.leaves(state._replace(key=None))
         results = run(traced.program, [*state_without_key, key, *batch])
@@ -304,14 +304,14 @@ def _run_on_mesh(
     return [*losses, *metrics_of_steps, *last]
 
 
-def _make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
+def make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
     """The batch of one call. For a call of several steps, their batches are stacked along a new dim 0."""
     steps = program.row.steps
     if not steps:
-        return _make_inputs(field, f"batch {call}", program.batches[call])
+        return make_inputs(field, f"batch {call}", program.batches[call])
     batches = []
     for number in range(call * steps, (call + 1) * steps):
-        batches.append(_make_inputs(field, f"batch {number}", program.batches[number]))
+        batches.append(make_inputs(field, f"batch {number}", program.batches[number]))
     return [join_operands(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
 
 
