@@ -354,11 +354,6 @@ def is_hlo_mesh_axes(attribute: Any) -> bool:
     return bool(private("interpreters.mlir.hlo").ReplicaGroupMeshAxesAttr.isinstance(attribute))
 
 
-def hlo_channel(attribute: Any) -> int:
-    """The number of a collective's channel."""
-    return int(private("interpreters.mlir.hlo").ChannelHandle(attribute).handle)
-
-
 def key_impl(dtype: Any) -> Any:
     """The implementation of the random numbers of keys of a dtype, as `jax.random.wrap_key_data` takes it."""
     return dtype._impl

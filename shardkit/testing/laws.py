@@ -36,11 +36,16 @@ from shardkit.testing._compare import (
     find_worst_gap,
     list_leaves,
 )
+from shardkit.testing.exact.compiled_law import compiled
 from shardkit.testing.exact.law import equal_for_all_inputs
 from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
 
-__all__ = ["equal_for_all_inputs", "same_numbers"]  # the others are in LAWS, and nobody proves one of them alone
+__all__ = [
+    "compiled",
+    "equal_for_all_inputs",
+    "same_numbers",
+]  # the others are in LAWS, and nobody proves one alone
 
 Law = Callable[[Program, Reference], str | None]
 
@@ -305,7 +310,7 @@ LAWS: tuple[Law, ...] = (
     donates_the_state,
     compiles_once,
 )
-"""The laws that `prove` checks where none are named."""
+"""The laws that `prove` checks where none are named; `compiled` is not among them, because it takes longer."""
 
 
 def _reads_across_shards(program: Program) -> bool:

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
+from shardkit.analysis.hlo.proto import read_groups
 from shardkit.plans.storage import Padded
 from shardkit.testing import LAWS, Row, laws, one_device, prove
+from shardkit.testing.exact.stablehlo import listed_groups
 from shardkit.testing.program import Program, Recorded, _rescale, recording
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
@@ -104,6 +106,20 @@ def test_the_error_says_how_to_run_the_first_broken_law_alone():
     assert hint == "To run the first of these alone, pass rows=[rows[1]] and laws=[sk.testing.laws.same_numbers]."
     alone = refused(lambda: proved(OWN, rows[1], laws=[laws.same_numbers]), AssertionError)
     assert alone.splitlines()[1].replace("dp('data')", "dp('data') (2)", 1) == message.splitlines()[1]
+
+
+# proves N49: also behind the compiler
+def test_the_compiled_step_is_the_traced_one(monkeypatch):
+    """Catches a law that compares the compiled step with itself, or that does not read its groups of devices."""
+    assert proved(OWN, DP4, laws=[laws.compiled]).verdicts[0].note == ""
+
+    def halve_groups(instruction):
+        return [group[:2] for group in read_groups(instruction)] + [group[2:] for group in read_groups(instruction)]
+
+    monkeypatch.setattr(listed_groups, "read_groups", halve_groups)
+    text = broken(laws.compiled, OWN)
+    assert "of each device is not the reference's for all inputs" in text
+    assert "The first value that the reference does not have is that of" in text
 
 
 # The weight divides out of loss and gradients; a metric far below the loss must not borrow the loss's rounding.

@@ -239,7 +239,7 @@ def _read_instruction(data: bytes) -> Instruction:
         target=text(fields.get(28)),
         direction=text(fields.get(63)),
         pairs=_read_pairs(fields),
-        groups=_read_groups(fields),
+        groups=read_groups(fields),
         channel=integer(fields, 26),
     )
     if _METADATA in fields:
@@ -268,7 +268,7 @@ def _read_pairs(instruction: Message) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def _read_groups(instruction: Message) -> Groups:
+def read_groups(instruction: Message) -> Groups:
     """The groups of devices of a collective, in whichever form the compiler wrote them; see `groups_in`."""
     for form in (MESH_AXES, IOTA, COLLECTIVE_DEVICES):
         if form in instruction:

@@ -106,3 +106,38 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 128:
             return value, position
         shift += 7
+
+
+def split_fields(data: bytes) -> list[tuple[int, bytes]]:
+    """The fields of a message in their order: the number of each, and all of its bytes with its key."""
+    fields = []
+    position = 0
+    while position < len(data):
+        start = position
+        key, position = _read_varint(data, position)
+        kind = key & 7
+        if kind == _VARINT:
+            _, position = _read_varint(data, position)
+        elif kind == _LENGTH:
+            length, position = _read_varint(data, position)
+            position += length
+        else:
+            position += _FIXED_LENGTHS[kind]
+        fields.append((key >> 3, data[start:position]))
+    return fields
+
+
+def write_field(number: int, value: int | bytes) -> bytes:
+    """A field: a whole number, or a text, message or packed numbers. The reverse of `message`."""
+    if isinstance(value, int):
+        return _write_varint(number << 3 | _VARINT) + _write_varint(value)
+    return _write_varint(number << 3 | _LENGTH) + _write_varint(len(value)) + value
+
+
+def _write_varint(value: int) -> bytes:
+    data = bytearray()
+    while value >= 128:
+        data.append(value & 127 | 128)
+        value >>= 7
+    data.append(value)
+    return bytes(data)

@@ -1,5 +1,7 @@
 """Compiled programs equal what was traced, for all inputs: partitioner programs, shard_maps, and edited modules."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import compat
+from shardkit.analysis.hlo.proto import read_groups
 from shardkit.testing.exact import assert_compiled_equal
 from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.stablehlo import scalar_rules
-from shardkit.testing.exact.stablehlo.module import ImportedModule
+from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 from shardkit.testing.exact.stablehlo.source_lines import make_caller
 
 pytestmark = pytest.mark.optimized
@@ -132,10 +137,6 @@ KERNELS = {
 def test_each_collective(name, mesh):
     kernel, out_spec = KERNELS[name]
     function = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=out_spec, check_vma=False)
-    if name == "all_to_all" and NEWER:  # jaxlib 0.12 cannot read what it writes of it
-        with pytest.raises(ValueError, match=r"a part that jaxlib .* cannot turn into StableHLO has none"):
-            assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
-        return
     assert_compiled_equal(jax.jit(function), put(mesh, draw(8, 4), "data"))
 
 
@@ -188,23 +189,65 @@ def test_an_order_by_bits_is_that_of_floats_with_its_own_constants_alone(edit, i
         assert (order is not None) == is_order
 
 
-class Edited(ImportedModule):
-    """A module of which one collective has other groups of devices."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        for channel, groups in self.groups.items():
-            if len(groups) > 1:
-                self.groups[channel] = tuple(groups[0][:1] + group[1:] for group in groups)
-
-
 def test_groups_of_wrong_devices(mesh, monkeypatch):
     """The order of devices of groups that are axes of a mesh is read from the module itself: StableHLO loses it."""
     args = put(mesh, draw(8, 4), "data"), put(mesh, draw(4, 4), None, "model")
     assert_compiled_equal(jax.jit(recurrence), *args)
-    monkeypatch.setattr("shardkit.testing.exact.imported.ImportedModule", Edited)
+
+    def exchange_devices(instruction):
+        groups = [list(group) for group in read_groups(instruction)]
+        if len(groups) > 1:
+            groups[0][-1], groups[1][-1] = groups[1][-1], groups[0][-1]
+        return groups
+
+    monkeypatch.setattr(listed_groups, "read_groups", exchange_devices)
     with pytest.raises(AssertionError, match="of each device is not the reference's"):
         assert_compiled_equal(jax.jit(recurrence), *args)
+
+
+# Operations that the programs above do not compile to.
+MAP = """
+func.func @main(%x: tensor<3xf32>, %y: tensor<3xf32>) -> tensor<3xf32> {
+  %result = "stablehlo.map"(%x, %y) <{dimensions = array<i64: 0>}> ({
+  ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+    %twice = stablehlo.add %a, %a : tensor<f32>
+    %difference = stablehlo.subtract %twice, %b : tensor<f32>
+    stablehlo.return %difference : tensor<f32>
+  }) : (tensor<3xf32>, tensor<3xf32>) -> tensor<3xf32>
+  return %result : tensor<3xf32>
+}
+"""
+UNEQUAL_GROUPS = """
+func.func @main(%x: tensor<f32>) -> tensor<f32> {
+  %result = "stablehlo.all_reduce"(%x) <{replica_groups = dense<[[0, 1], [2, -1]]> : tensor<2x2xi64>,
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 0>, use_global_device_ids}> ({
+  ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+    %sum = stablehlo.add %a, %b : tensor<f32>
+    stablehlo.return %sum : tensor<f32>
+  }) : (tensor<f32>) -> tensor<f32>
+  return %result : tensor<f32>
+}
+"""
+
+
+def run_text(text, *arguments):
+    """The results of a module that is written as text, for one device of three."""
+    with compat.private("interpreters.mlir.make_ir_context")():
+        module = compat.private("interpreters.mlir.ir").Module.parse(text)
+        block = module.body.operations[0].regions[0].blocks[0]
+        parts = SimpleNamespace(axes=(), devices=3, call_at_line=lambda operation, rule: rule())
+        return BlockReader(parts, OPERATION_RULES).run(block, arguments)
+
+
+def test_a_function_of_each_element():
+    [result] = run_text(MAP, np.arange(3, dtype="f"), np.ones(3, "f"))
+    assert result.tolist() == [-1, 1, 3]
+
+
+def test_groups_of_different_sizes_are_refused():
+    """Catches a reader that takes the -1 behind a smaller group for a device."""
+    with pytest.raises(UnreadableError, match="all_reduce over groups of different sizes"):
+        run_text(UNEQUAL_GROUPS, np.ones((), "f"))
 
 
 def test_what_rounds_constants_is_not_decided(mesh):

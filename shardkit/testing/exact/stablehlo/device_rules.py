@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._jax import compat
 from shardkit.testing.exact.stablehlo.attributes import (
     UnreadableError,
     find_body,
@@ -33,14 +32,13 @@ from shardkit.testing.exact.stablehlo.attributes import (
     read_shape,
 )
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
-from shardkit.testing.exact.stablehlo.module import ImportedModule
 from shardkit.testing.exact.stablehlo.reduction_rules import REDUCTIONS
 
 
 def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
     """The numbers of the devices in this device's group, in the order of the group, and its place among them."""
     devices = reader.module.devices
-    groups = _read_groups(reader.module, operation)
+    groups = _read_groups(operation)
     if groups.size == 0:
         groups = np.arange(devices)[None]
     members = np.zeros((devices, groups.shape[1]), np.int32)
@@ -56,21 +54,15 @@ def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
 _BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter")
 
 
-def _read_groups(module: ImportedModule, operation: Any) -> np.ndarray:
+def _read_groups(operation: Any) -> np.ndarray:
     """The groups of a collective, [groups, members]; empty if all devices are one."""
-    groups = operation.attributes["replica_groups"]
     # Without the flag these number replicas, and all devices of a program by jit are one replica.
     if operation.operation.name in _BY_REPLICA and "use_global_device_ids" not in operation.attributes:
         raise UnreadableError(f"{operation.operation.name} over replicas")
-    if not compat.is_hlo_mesh_axes(groups):
-        return np.asarray(groups)
-    # Groups that are axes of a mesh lose the order of its devices on the way to StableHLO (seen with jaxlib 0.10.2), so
-    # they are those of the instruction with the same channel in the module itself.
-    channel = compat.hlo_channel(operation.attributes["channel_handle"])
-    listed = module.groups[channel]
-    if listed is None:
-        raise UnreadableError(f"channel {channel}, which has groups of two kinds,")
-    return np.asarray(listed)
+    groups = np.asarray(operation.attributes["replica_groups"])
+    if (groups < 0).any():  # which fills the rows of the smaller ones
+        raise UnreadableError(f"{operation.operation.name} over groups of different sizes")
+    return groups
 
 
 def _take_row(reader: BlockReader, table: np.ndarray, number: Any) -> Any:

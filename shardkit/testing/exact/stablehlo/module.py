@@ -8,8 +8,8 @@ from typing import Any
 import jaxlib
 
 from shardkit._jax import compat
-from shardkit.analysis.hlo.proto import read
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.listed_groups import list_groups
 from shardkit.testing.exact.stablehlo.source_lines import make_caller
 
 
@@ -19,7 +19,6 @@ class ImportedModule:
     Attributes:
         axes: the mesh axes of all devices, along which its function must be mapped.
         devices: the number of devices.
-        groups: of a collective, by its channel, the groups of devices; None of a channel with groups of two kinds.
     """
 
     def __init__(self, serialized: bytes, axes: tuple[str, ...], devices: int):
@@ -27,17 +26,9 @@ class ImportedModule:
         self.axes = axes
         self.devices = devices
         try:
-            self._ir = compat.parse_hlo(serialized)
+            self._ir = compat.parse_hlo(list_groups(serialized))
         except ValueError as error:
-            # jaxlib 0.12 writes an all_to_all of one array in a form that it does not read.
             raise UnreadableError(f"a part that jaxlib {jaxlib.__version__} cannot turn into StableHLO") from error
-        self.groups: dict[int, Any] = {}
-        for computation in read(serialized).computations.values():
-            for instruction in computation.instructions.values():
-                if not instruction.channel:
-                    continue
-                if self.groups.setdefault(instruction.channel, instruction.groups) != instruction.groups:
-                    self.groups[instruction.channel] = None
         self._functions: dict[str, Any] = {}
         self._callers: dict[str, Callable[..., Any]] = {}
         for operation in self._ir.body.operations:

@@ -13,6 +13,7 @@ from jax import lax
 from shardkit._jax import compat
 from shardkit.testing.exact.stablehlo.attributes import (
     DTYPES,
+    find_body,
     find_definition,
     read_constant,
     read_dtype,
@@ -112,6 +113,10 @@ def _clamp(reader: BlockReader, operation: Any, low: Any, x: Any, high: Any) -> 
     return lax.clamp(low, x, high)
 
 
+def _map_elements(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    return reader.map_function(find_body(operation), np.ndim(operands[0]))(*operands)
+
+
 def _convert(reader: BlockReader, operation: Any, x: Any) -> Any:
     return lax.convert_element_type(x, read_dtype(operation))
 
@@ -179,4 +184,5 @@ SCALAR_RULES: dict[str, Callable[..., Any]] = {
     "stablehlo.reduce_precision": _keep,
     "mhlo.copy": _keep,
     "stablehlo.optimization_barrier": _keep,
+    "stablehlo.map": _map_elements,
 }
