@@ -110,8 +110,8 @@ def test_the_file_of_the_manual_from_an_empty_folder(tmp_path):
     page = (ROOT / "docs" / "howto" / "test_a_collective.md").read_text()
     files = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.S | re.M))
     ini = files["pytest.ini"].removeprefix("[pytest]\n")
-    first, last = "test_gossip.py::test_any_number_of_devices", "test_gossip.py::test_values_and_gradients"
-    code, text = pytest_run(tmp_path, first, last, ini=ini, test_gossip=files["test_gossip.py"])
+    first, last = "test_ring.py::test_any_number_of_devices", "test_ring.py::test_values_and_gradients"
+    code, text = pytest_run(tmp_path, first, last, ini=ini, test_ring=files["test_ring.py"])
     assert code == 0 and "3 passed" in text, text
 
 

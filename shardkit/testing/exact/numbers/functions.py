@@ -21,11 +21,12 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import INPUT, OUTSIDE, Exact, build_facts
 
-# Functions that are 0 or 1 at 0.
+# Functions that are 0, and those that are 1, at 0.
 _ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
 _ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
-# Functions that have no value for some arguments, and those that have none beyond a bound on either side.
+# Functions that have no value beyond a bound, on either side of zero perhaps: asin(2), acosh(0).
 _BOUNDED = {"asin", "acos", "acosh", "atanh", "erf_inv"}
+# Those, and functions that have none for negative arguments.
 _WITH_DOMAIN = {"sqrt", "pow", "log2", *_BOUNDED}
 _OF_NUMPY = ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
 _INVERSES = ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")  # numpy's begin with arc
