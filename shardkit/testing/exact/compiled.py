@@ -8,6 +8,7 @@ that is generated for an operation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
+from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError, describe_shapes
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import of_kernels
@@ -47,7 +49,8 @@ def assert_compiled_equal(
     program multiplies several, as the coefficients of two updates by Adam, the verdict is "not decided".
 
     Args:
-        function: a function of `jax.jit`, on any shardings, with or without `jax.shard_map` in it.
+        function: a function of `jax.jit`, on any shardings, with or without `jax.shard_map` in it; or a step of
+            `make_train_step`, with a state and a batch as `args`.
         *args: its arguments, pytrees of arrays; small shapes prove as much.
         reference: a plain function of the same arguments, to compare the compiled program with in place of the traced
             one.
@@ -60,7 +63,8 @@ def assert_compiled_equal(
         AssertionError: a difference, with the line of the first operation that has a wrong value.
         TypeError: a function without `trace`.
         ValueError: no verdict, as of `assert_equal_for_all_inputs`; also an operation of the compiled program that has
-            no meaning as a function of arrays, by its name.
+            no meaning as a function of arrays, by its name; an argument that was donated, or that is on devices of
+            other processes.
 
     Cost: compiles once, then seconds on the host for shapes of a few hundred elements.
 
@@ -80,12 +84,16 @@ def assert_compiled_equal(
             f"{where}: function must be one of jax.jit, which can be traced and compiled; got "
             f"{type(function).__name__}. Pass jax.jit(function)."
         )
+    _check_on_this_process(where, args)
+    traced = function.trace(*args)
+    if isinstance(function, Step):
+        args, reference = _keep_key_outside(args, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
-    traced = function.trace(*args)
+    side: Any = traced.jaxpr
+    check_size(where, [side], points, _DRAWS)  # a large program takes long to compile, too
     compiled = traced.lower().compile()
     leaves = jax.tree.leaves(args)
-    side: Any = traced.jaxpr
     against = "its trace"
     if reference is not None:
         side, result = jax.make_jaxpr(reference, return_shape=True)(*shapes)
@@ -99,6 +107,38 @@ def assert_compiled_equal(
     name = getattr(function, "__name__", type(function).__name__)
     what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
     return certify(what, shapes, evidence, ASSUMED_AS_COMPILED)
+
+
+def _keep_key_outside(args: Any, reference: Callable[..., Any] | None) -> tuple[Any, Callable[..., Any] | None]:
+    """The arguments of the program that a step traces, and a reference that takes them: (state, key, batch)."""
+    state, batch = args
+    args = state._replace(key=None), state.key, batch
+    if reference is None:
+        return args, None
+
+    @functools.wraps(reference)
+    def apply(state: Any, key: Any, batch: Any) -> Any:
+        new, metrics = reference(state._replace(key=key), batch)
+        return new._replace(key=None), metrics
+
+    return args, apply
+
+
+def _check_on_this_process(where: str, args: Any) -> None:
+    """Refuses arrays whose numbers this process does not have, or no longer."""
+    for path, x in jax.tree_util.tree_leaves_with_path(args):
+        name = f"args{jax.tree_util.keystr(path)}"
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(
+                f"{where}: arguments must not have been donated; {name}, {x.dtype}{list(x.shape)}, was donated to an "
+                "earlier call. Pass a new array, or a copy that was made before the call."
+            )
+        if not getattr(x, "is_fully_addressable", True):
+            raise ValueError(
+                f"{where}: arguments must be on devices of this process; {name}, {x.dtype}{list(x.shape)}, has "
+                "pieces on those of others. Prove the function in one process, on as "
+                "many simulated devices (sk.simulate_devices)."
+            )
 
 
 def _make_inputs(leaves: Sequence[Any], field: Field) -> list[Operand]:

@@ -11,6 +11,7 @@ Where no argument or result names a mesh, all devices are one axis, and a piece 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -96,12 +97,11 @@ class ImportedProgram(NamedTuple):
         outputs = []
         for sharding, aval in zip(output_shardings, jax.tree.leaves(compiled.out_info), strict=True):
             outputs.append(make_layout(sharding, aval, devices, mesh))
-        read = ImportedModule(serialized, tuple(mesh), len(devices))
-        return cls(read, kept, tuple(inputs), tuple(outputs), mesh, devices[0].platform)
+        return cls(ImportedModule(serialized, mesh), kept, tuple(inputs), tuple(outputs), mesh, devices[0].platform)
 
     def describe_compiler(self) -> str:
         """Devices, platform, and the versions of jax and jaxlib, which hold the compiler."""
-        count = self.module.devices
+        count = math.prod(self.mesh.values())
         devices = "1 device" if count == 1 else f"{count} devices"
         return f"{devices} ({self.platform}, jax {jax.__version__}, jaxlib {jaxlib.__version__})"
 

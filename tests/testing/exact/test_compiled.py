@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -18,6 +19,7 @@ from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.device_rules import _find_axes
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 from shardkit.testing.exact.stablehlo.source_lines import make_caller
 
@@ -235,13 +237,30 @@ def run_text(text, *arguments):
     with compat.private("interpreters.mlir.make_ir_context")():
         module = compat.private("interpreters.mlir.ir").Module.parse(text)
         block = module.body.operations[0].regions[0].blocks[0]
-        parts = SimpleNamespace(axes=(), devices=3, call_at_line=lambda operation, rule: rule())
+        parts = SimpleNamespace(mesh={}, axes=(), call_at_line=lambda operation, rule: rule())
         return BlockReader(parts, OPERATION_RULES).run(block, arguments)
 
 
 def test_a_function_of_each_element():
     [result] = run_text(MAP, np.arange(3, dtype="f"), np.ones(3, "f"))
     assert result.tolist() == [-1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ([[0, 2], [1, 3], [4, 6], [5, 7]], ("b",)),
+        ([[5, 7], [0, 2], [4, 6], [1, 3]], ("b",)),
+        ([[0, 1, 4, 5], [2, 3, 6, 7]], ("a", "c")),
+        ([[0, 1, 2, 3, 4, 5, 6, 7]], ("a", "b", "c")),
+        ([[2, 0], [1, 3], [4, 6], [5, 7]], None),
+        ([[0, 4, 1, 5], [2, 6, 3, 7]], None),
+        ([[0, 3], [1, 2], [4, 7], [5, 6]], None),
+    ],
+)
+def test_the_axes_over_which_groups_run(groups, axes):
+    """Catches a group in another order, which a gather over axes would not keep."""
+    assert _find_axes({"a": 2, "b": 2, "c": 2}, np.asarray(groups)) == axes
 
 
 def test_groups_of_different_sizes_are_refused():
@@ -263,10 +282,22 @@ def test_what_rounds_constants_is_not_decided(mesh):
         assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
 
 
+TRACED = jax.jit(jnp.sum).trace(np.zeros(3, "f"))
+# An array of which this process has no piece.
+ELSEWHERE = SimpleNamespace(shape=(8,), dtype=np.dtype("f"), is_fully_addressable=False)
+
+
 @pytest.mark.parametrize(
     ("function", "args", "error", "message"),
     [
         (np.sum, (np.zeros(3, "f"),), TypeError, "assert_compiled_equal: function must be one of jax.jit"),
+        (TRACED, (np.zeros(3, "f"),), TypeError, r"got Traced\. Pass jax\.jit\(function\)\."),
+        (
+            jax.jit(jnp.sum),
+            ({"x": ELSEWHERE},),
+            ValueError,
+            r"must be on devices of this process; args\[0\]\['x'\], float32\[8\], has .*Prove the function in one",
+        ),
         (jax.jit(jnp.sum), (np.zeros(3, "i4"),), ValueError, "at least one input must be an array of floats"),
         (jax.jit(jnp.linalg.cholesky), (np.eye(3, dtype="f"),), ValueError, "custom_call to .* has none"),
     ],
@@ -274,6 +305,54 @@ def test_what_rounds_constants_is_not_decided(mesh):
 def test_wrong_calls(function, args, error, message):
     with pytest.raises(error, match=message):
         assert_compiled_equal(function, *args)
+
+
+def test_a_training_step(mesh):
+    """Catches arguments in another order than those of the program: the key of a state stays outside of it."""
+
+    def loss_fn(w, x, keys):
+        return sk.Mean.of((sk.dropout(x, keys, 0.5) @ w) ** 2)
+
+    plan = sk.chain(sk.dp("model"), sk.fsdp("data", min_size=1))
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh, plan=plan)
+    state = init(draw(4), jax.random.key(3))
+    batch = draw(8, 4)
+    assert assert_compiled_equal(step, state, batch).what.startswith("step as compiled on 8 devices")
+
+    def train(state, batch, rate):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state.params)
+        metrics = {"loss": loss, "weight": jnp.float32(8)}
+        return state._replace(params=state.params - rate * grad, step=state.step + 1), metrics
+
+    plain_loss = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
+    init, step = sk.make_train_step(plain_loss, optax.sgd(0.1), mesh=mesh, plan=plan)
+    state = init(draw(4), jax.random.key(3))
+    assert_compiled_equal(step, state, batch, reference=lambda state, batch: train(state, batch, np.float32(0.1)))
+    with pytest.raises(AssertionError, match="not the reference's for all inputs"):
+        assert_compiled_equal(step, state, batch, reference=lambda state, batch: train(state, batch, np.float32(0.2)))
+
+
+def test_a_program_that_is_too_large_is_not_compiled(monkeypatch):
+    """Catches a proof that compiles for minutes what it then refuses."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    x = jax.ShapeDtypeStruct((4096, 4096), np.float32)
+    with pytest.raises(
+        ValueError, match=r"shapes must be small, .* \[4096, 4096\] at .*Shrink batch, sequence, widths"
+    ):
+        assert_compiled_equal(jax.jit(lambda x: x @ x @ x), x)
+
+
+def test_donated_arguments():
+    """A proof donates nothing, and refuses what was donated before: its integers are gone."""
+    step = jax.jit(lambda x, count: (x * count, count + 1), donate_argnums=(0, 1))
+    x, count = jnp.ones(3), jnp.asarray(2)
+    assert_compiled_equal(step, x, count)
+    assert not x.is_deleted() and not count.is_deleted()
+    step(x, count)
+    with pytest.raises(
+        ValueError, match=r"must not have been donated; args\[0\], float32\[3\], was donated to an earlier"
+    ):
+        assert_compiled_equal(step, x, count)
 
 
 def test_a_line_of_the_source_is_that_of_the_operation():

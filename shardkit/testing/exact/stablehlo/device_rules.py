@@ -1,7 +1,8 @@
-"""Collectives over groups of devices, as gathers along all axes of the mesh.
+"""Collectives over groups of devices: over axes of the mesh, or as gathers along all of them.
 
-A compiled module numbers its devices and knows no mesh: the number of a device is its index along all axes. Worked
-example, an all-reduce over the groups {0, 2} and {1, 3} of four devices:
+A compiled module numbers its devices and knows no mesh: the number of a device is its index along all axes. Groups that
+are those of axes of the mesh become a psum or an all_gather over these. Worked example of all others, an all-reduce
+over the groups {0, 2} and {1, 3} of a mesh with one axis of four devices:
 
     x           [5] on every device; device 1 has x1
     gathered    all_gather of x along all axes: [4, 5], rows x0, x1, x2, x3 on every device
@@ -15,8 +16,10 @@ the order of the group. So a wrong group or a wrong order of its devices are oth
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +38,23 @@ from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.reduction_rules import REDUCTIONS
 
 
-def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
-    """The numbers of the devices in this device's group, in the order of the group, and its place among them."""
-    devices = reader.module.devices
+class _Group(NamedTuple):
+    """The group of this device in a collective.
+
+    Attributes:
+        axes: the mesh axes over which it runs; None if it runs over part of an axis, or in another order.
+        members: the numbers of its devices, in the order of the group.
+        place: of this device among them.
+    """
+
+    axes: tuple[str, ...] | None
+    members: Any
+    place: Any
+
+
+def _find_group(reader: BlockReader, operation: Any) -> _Group:
+    mesh = reader.module.mesh
+    devices = math.prod(mesh.values())
     groups = _read_groups(operation)
     if groups.size == 0:
         groups = np.arange(devices)[None]
@@ -48,7 +65,24 @@ def _find_members(reader: BlockReader, operation: Any) -> tuple[Any, Any]:
             members[device] = group
             places[device] = place
     number = lax.axis_index(reader.module.axes)
-    return _take_row(reader, members, number), _take_row(reader, places, number)
+    return _Group(_find_axes(mesh, groups), _take_row(reader, members, number), _take_row(reader, places, number))
+
+
+def _find_axes(mesh: dict[str, int], groups: np.ndarray) -> tuple[str, ...] | None:
+    """The mesh axes over which groups run, their devices in the order of the mesh; None if there are none.
+
+    For example data=2, model=2: the groups {0, 2} and {1, 3} run over data, {2, 0} and {1, 3} over no axes.
+    """
+    numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    listed = {tuple(group) for group in groups.tolist()}
+    for count in range(1, len(mesh) + 1):
+        for dims in itertools.combinations(range(len(mesh)), count):
+            table = np.moveaxis(numbers, dims, range(-count, 0)).reshape(
+                -1, math.prod(numbers.shape[dim] for dim in dims)
+            )
+            if {tuple(group) for group in table.tolist()} == listed:
+                return tuple(list(mesh)[dim] for dim in dims)
+    return None
 
 
 _BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter")
@@ -69,63 +103,70 @@ def _take_row(reader: BlockReader, table: np.ndarray, number: Any) -> Any:
     return lax.dynamic_index_in_dim(reader.vary(table), number, 0, keepdims=False)
 
 
-def _gather_group(reader: BlockReader, x: Any, members: Any) -> Any:
+def _gather_group(reader: BlockReader, x: Any, group: _Group) -> Any:
     """[members, ...]: x of each device of this device's group."""
+    if group.axes is not None:
+        return lax.all_gather(x, group.axes)
     gathered = lax.all_gather(x, reader.module.axes)
-    return jnp.take(gathered, members, 0, mode="clip")
+    return jnp.take(gathered, group.members, 0, mode="clip")
 
 
 def _sum_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    members, _ = _find_members(reader, operation)
-    return [_combine_group(reader, operation, x, members) for x in operands]
+    group = _find_group(reader, operation)
+    return [_combine_group(reader, operation, x, group) for x in operands]
 
 
-def _combine_group(reader: BlockReader, operation: Any, x: Any, members: Any) -> Any:
+def _combine_group(reader: BlockReader, operation: Any, x: Any, group: _Group) -> Any:
     name = name_combiner(find_body(operation))
     if name not in REDUCTIONS:
         raise UnreadableError(f"{operation.operation.name} by another function")
-    return REDUCTIONS[name](_gather_group(reader, x, members), (0,))
+    if group.axes is not None and name in _OVER_AXES:
+        return reader.vary(_OVER_AXES[name](x, group.axes))
+    return REDUCTIONS[name](_gather_group(reader, x, group), (0,))
+
+
+_OVER_AXES = {"stablehlo.add": lax.psum, "stablehlo.maximum": lax.pmax, "stablehlo.minimum": lax.pmin}
 
 
 def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    members, place = _find_members(reader, operation)
+    group = _find_group(reader, operation)
     dim = read_integer(operation, "scatter_dimension")
     results = []
     for number, x in enumerate(operands):
-        total = _combine_group(reader, operation, x, members)
+        total = _combine_group(reader, operation, x, group)
         size = read_shape(operation, number)[dim]
-        results.append(lax.dynamic_slice_in_dim(total, place * size, size, dim))
+        results.append(lax.dynamic_slice_in_dim(total, group.place * size, size, dim))
     return results
 
 
 def _gather_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    members, _ = _find_members(reader, operation)
+    group = _find_group(reader, operation)
     dim = read_integer(operation, "all_gather_dim")
     results = []
     for number, x in enumerate(operands):
-        pieces = jnp.moveaxis(_gather_group(reader, x, members), 0, dim)
+        pieces = jnp.moveaxis(_gather_group(reader, x, group), 0, dim)
         results.append(lax.reshape(pieces, read_shape(operation, number)))
     return results
 
 
 def _exchange(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     """all_to_all: of one array its pieces are exchanged along a dim, of a list of arrays the arrays."""
-    members, place = _find_members(reader, operation)
+    group = _find_group(reader, operation)
     if "split_dimension" in operation.attributes:
         split = read_integer(operation, "split_dimension")
         to = read_integer(operation, "concat_dimension")
         count = read_integer(operation, "split_count")
         (x,) = operands
         pieces = jnp.split(x, count, split)
-        arrived = _exchange_pieces(reader, pieces, members, place)
+        arrived = _exchange_pieces(reader, pieces, group)
         return lax.concatenate(arrived, to)
-    return _exchange_pieces(reader, operands, members, place)
+    return _exchange_pieces(reader, operands, group)
 
 
-def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], members: Any, place: Any) -> list[Any]:
+def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], group: _Group) -> list[Any]:
     # [sender, receiver, ...]: of each sender the piece for this device.
-    gathered = _gather_group(reader, jnp.stack(pieces), members)
-    mine = lax.dynamic_index_in_dim(gathered, place, 1, keepdims=False)
+    gathered = _gather_group(reader, jnp.stack(pieces), group)
+    mine = lax.dynamic_index_in_dim(gathered, group.place, 1, keepdims=False)
     return [lax.index_in_dim(mine, sender, 0, keepdims=False) for sender in range(len(pieces))]
 
 

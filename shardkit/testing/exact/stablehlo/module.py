@@ -17,14 +17,12 @@ class ImportedModule:
     """A module, parsed.
 
     Attributes:
-        axes: the mesh axes of all devices, along which its function must be mapped.
-        devices: the number of devices.
+        mesh: names and sizes of the mesh axes of all devices, along which its function must be mapped.
     """
 
-    def __init__(self, serialized: bytes, axes: tuple[str, ...], devices: int):
+    def __init__(self, serialized: bytes, mesh: dict[str, int]):
         """Parses the serialized HloModuleProto of a module."""
-        self.axes = axes
-        self.devices = devices
+        self.mesh = mesh
         try:
             self._ir = compat.parse_hlo(list_groups(serialized))
         except ValueError as error:
@@ -34,6 +32,11 @@ class ImportedModule:
         for operation in self._ir.body.operations:
             if operation.operation.name == "func.func":
                 self._functions[operation.attributes["sym_name"].value] = operation
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes."""
+        return tuple(self.mesh)
 
     def call_at_line(self, operation: Any, rule: Callable[[], Any]) -> Any:
         """What a rule returns, called as from the lines of the source that an operation of the module came from."""
