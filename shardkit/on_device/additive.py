@@ -34,7 +34,7 @@ import numpy as np
 
 from shardkit._jax import compat
 from shardkit._jax.interpreter import find_called_program, find_fixed_point, scan_operands
-from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, source_line
+from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, source_line, user_line
 from shardkit._jax.primitives import registered
 from shardkit.on_device.elementwise_rules import of_one_example
 from shardkit.on_device.example_rules import RULES, send_along
@@ -62,11 +62,13 @@ class Loss(NamedTuple):
         met: where examples meet; None if they do not.
         sends: the axes of the batch over which it sends, or along which it asks for the index of the device.
         lines: where it sends, in order.
+        index_lines: where it asks for the index of the device, in order.
     """
 
     met: Met | None
     sends: frozenset[str]
     lines: tuple[str, ...] = ()
+    index_lines: tuple[str, ...] = ()
 
 
 def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch_axes: Sequence[str]) -> Loss:
@@ -84,11 +86,12 @@ def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch
     if len(few.jaxpr.constvars) != len(many.jaxpr.constvars):
         return Loss(Met("another number of constants follows from another number of examples", ""), frozenset())
     outs = reader.run(few.jaxpr, many.jaxpr, [*constants, *states], "")
+    loss = Loss(None, frozenset(reader.sends), tuple(reader.lines), tuple(reader.index_lines))
     for total, weight in zip(outs[::2], outs[1::2], strict=True):
         met = _not_additive(total, weight)
         if met is not None:
-            return Loss(met, frozenset(reader.sends), tuple(reader.lines))
-    return Loss(None, frozenset(reader.sends), tuple(reader.lines))
+            return loss._replace(met=met)
+    return loss
 
 
 def _not_additive(total: State, weight: State) -> Met | None:
@@ -135,7 +138,9 @@ def _literal(few: Any, many: Any) -> Whole:
 
 
 class _LossReader:
-    """Follows both programs; `sends` collects the batch axes over which the loss itself communicates, `lines` where.
+    """Follows both programs; `sends` collects the batch axes over which the loss itself communicates.
+
+    `lines` collects where it does, `index_lines` where it asks for the index of the device.
 
     It is no `JaxprInterpreter`: the operands, loops and branches of two programs are read together.
     """
@@ -145,6 +150,7 @@ class _LossReader:
         self.batch_axes = batch_axes
         self.sends: set[str] = set()
         self.lines: list[str] = []
+        self.index_lines: list[str] = []
 
     def run(self, few: Any, many: Any, states: Sequence[State], line: str) -> list[State]:
         """What the results of a jaxpr are, of what its constants and arguments are; `line` is that of the call."""
@@ -153,7 +159,7 @@ class _LossReader:
             self._run_unequal(many, known, line)
         else:
             for equation, twin in zip(many.eqns, few.eqns, strict=True):
-                pair = Pair(twin, equation, self.examples, source_line(equation, line))
+                pair = Pair(twin, equation, self.examples, _line_of(equation, line))
                 operands = [_read(a, b, known) for a, b in zip(twin.invars, equation.invars, strict=False)]
                 results: Sequence[State]
                 if _is_same_operation(twin, equation):
@@ -166,7 +172,7 @@ class _LossReader:
     def _run_unequal(self, many: Any, known: dict[Any, State], line: str) -> None:
         """Fills in the results of a program with another number of equations for another number of examples."""
         for equation in many.eqns:
-            pair = Pair(equation, equation, self.examples, source_line(equation, line))
+            pair = Pair(equation, equation, self.examples, _line_of(equation, line))
             operands = [_read(atom, atom, known) for atom in equation.invars]
             results: Sequence[State]
             if all(isinstance(state, Whole) for state in operands):
@@ -200,8 +206,8 @@ class _LossReader:
             # The result of a collective over the batch is the same on all devices, so it is Whole. Whether the loss
             # is right to send it is not decided here: such a loss is compared with one device (steps/whole_batch.py).
             self.sends.update(axes)
-            if is_collective:
-                self.lines.append(pair.line)
+            lines = self.lines if is_collective else self.index_lines
+            lines.append(pair.line)
             return [any_whole(variable) for variable in equation.outvars]
         met = _first_met(operands)
         if is_collective and met is None:
@@ -278,6 +284,11 @@ class _LossReader:
 
 
 _ANOTHER_PROGRAM = "another program runs for another number of examples"
+
+
+def _line_of(equation: Any, around: str) -> str:
+    """The user's line; within a function of shardkit with a derivative of its own that of its call, `around`."""
+    return user_line(equation) or around or source_line(equation)
 
 
 def _read(few: Any, many: Any, known: dict[Any, State]) -> State:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import Axis, mesh_in_context
 from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit._jax import compat
-from shardkit.on_device.batch import batch_specs, example_axes
+from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, takes_carried
 from shardkit.on_device.local_step import local_means, note_split_leaf
 from shardkit.on_device.loss_results import terms_by_name
@@ -199,11 +199,11 @@ def make_eval_step(
             return []
 
     def compare_examples(params: Any, batch: Any, carried: Any) -> list[Mixed]:
-        examples = split_examples(params, carried)
-        if not examples.are_split:
-            return []
-        readings = read_traces(examples, params, batch, key=None)
-        return find_mixed(examples, readings, params, batch, key=None)
+        mixed: list[Mixed] = []
+        for examples in split_examples(params, carried).split_along_dims():
+            readings = read_traces(examples, params, batch, key=None)
+            mixed += find_mixed(examples, readings, params, batch, key=None)
+        return mixed
 
     def split_examples(params: Any, carried: Any) -> Examples:
         first_plan = plan if all_manual else record_automatic_splits(plan, params, axes)
@@ -215,8 +215,7 @@ def make_eval_step(
             entered = [state.enter(carried, policy)] if reads else []
             return terms_by_name(local_means(loss_fn, weights, batch, placement, policy, *entered, local=local))
 
-        axes_of_examples = example_axes(placement.batch)
-        return Examples(placement, state.tree, state.specs, axes, axes_of_examples, 1, compute)
+        return Examples(placement, state.tree, state.specs, axes, 1, compute)
 
     all_manual = set(axes) == set(mesh.axis_names)
     run: Any = build(plan) if all_manual else JitByLayouts(build, plan, axes, lambda params: params)

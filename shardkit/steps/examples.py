@@ -6,6 +6,11 @@ compiles and runs nothing. Where the trace does not tell, the loss of the exampl
 with those of both, with the numbers of the first batch and with others in their place, as NaN: a guard such as
 `jnp.where(jnp.isnan(loss), 0, loss)` is the same on every mesh until the first NaN.
 
+A plan may split further dims of the batch, as `cp` the tokens along dim 1. What holds of examples then holds of tokens:
+a loss that sends nothing over the axes of a dim must add along it. Attention over a device's own tokens does not, nor
+do positions that begin with 0 on each device. The tokens of two devices are compared in their order, those of a device
+after those of the one before it, and no integers are planted: zeros would make one document of two.
+
 Not compared:
 
 - a program that calls back into Python or has another effect: it would be called with numbers that no batch has;
@@ -13,7 +18,8 @@ Not compared:
 - a loss or metric that sends over an axis of the batch itself: `whole_batch.py` compares it with one device.
 
 A program with a `while` is compared with the numbers of the first batch alone: a loop that a float ends may never end
-on others.
+on others. Only losses are compared: what a `custom_vjp` mixes in its backward pass alone, as one that clips cotangents
+by the batch, `testing.assert_same_training` finds.
 """
 
 from __future__ import annotations
@@ -32,9 +38,10 @@ from shardkit._jax import compat
 from shardkit._jax.compat import varying_axes
 from shardkit._jax.dependence import without_unused
 from shardkit._jax.jaxprs import walk
-from shardkit.collectives import all_reduce, shift, vary
+from shardkit.collectives import all_reduce, axis_index, shift, vary
+from shardkit.meshes.layout import split_dims
 from shardkit.on_device.additive import Loss, read_loss
-from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch
+from shardkit.on_device.batch import device_keys, example_axes, split_microbatches, take_microbatch
 from shardkit.on_device.example_states import Met, Rows, State, any_whole
 from shardkit.plans.plan import Placement
 
@@ -51,26 +58,31 @@ class WrongProgramError(ValueError):
 
 
 class Examples(NamedTuple):
-    """How a step or an evaluation splits its examples, and what it computes of them.
+    """How a step or an evaluation splits its examples, or the tokens of each, and what it computes of them.
 
     Attributes:
         placement: where each leaf of the parameters is.
         carried: the carried state, and its layouts.
         carried_specs: these layouts.
         manual: the axes that are Manual.
-        axes: the mesh axes that split the examples.
-        parts: of a device's examples, as microbatches.
+        parts: of a device's examples, as microbatches; they keep the tokens whole.
         compute: `compute(params, carried, batch, keys)`, the terms of the loss and of each metric by name, in
             shard_map.
+        dim: of the batch, which is split: 0 for the examples, 1 for their tokens.
     """
 
     placement: Placement
     carried: Any
     carried_specs: Any
     manual: tuple[str, ...]
-    axes: tuple[str, ...]
     parts: int
     compute: Callable[[Any, Any, Any, Any], dict[str, tuple[Any, ...]]]
+    dim: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split this dim."""
+        return split_dims(self.placement.batch).get(self.dim, ())
 
     @property
     def devices(self) -> int:
@@ -81,6 +93,19 @@ class Examples(NamedTuple):
     def are_split(self) -> bool:
         """Whether there are several devices or microbatches; else all examples meet as they should."""
         return self.devices * self.parts > 1
+
+    @property
+    def keys_spec(self) -> PartitionSpec:
+        """The layout of the keys, one for each example."""
+        return PartitionSpec(example_axes(self.placement.batch))
+
+    def split_along_dims(self) -> list[Examples]:
+        """The same for every dim of the batch that is split, beginning with the examples."""
+        splits = [self] if self.are_split else []
+        for dim in sorted(split_dims(self.placement.batch)):
+            if dim > 0:
+                splits.append(self._replace(dim=dim, parts=1))
+        return [split for split in splits if split.are_split]
 
     def map_devices(self, on_device: Callable[..., Any], batch: Any, keys: PartitionSpec, out: PartitionSpec) -> Any:
         """`on_device(params, carried, batch, keys)` on every device."""
@@ -104,6 +129,7 @@ class Mixed(NamedTuple):
         comparison: what follows from it.
         numbers: of which numbers, as the end of a clause; "" for those of the first batch.
         parts: the parts of a device's examples.
+        dim: 0 where examples meet, 1 where their tokens do.
     """
 
     name: str
@@ -111,17 +137,33 @@ class Mixed(NamedTuple):
     comparison: LossComparison
     numbers: str
     parts: int
+    dim: int
+
+    @property
+    def noun(self) -> str:
+        """What meets."""
+        return noun_of(self.dim)
 
     def describe(self) -> str:
         """Where examples meet, and what follows: the middle of a sentence."""
         place = f" at {self.met.line}" if self.met.line else ""
         two = "two microbatches" if self.parts > 1 else "two devices"
         subject = "the loss" if self.name == "loss" else "that"
+        how = self.met.how
+        if self.dim:  # the rules of `on_device/` speak of examples of a batch
+            article = "an" if self.noun == "element" else "a"
+            how = how.replace("an example", f"{article} {self.noun}").replace("example", self.noun)
+            how = how.replace("batch", "sequence")
         return (
-            f"because each device computes that of its own; {self.met.how}{place}, so {subject} of the examples of "
+            f"because each device computes that of its own; {how}{place}, so {subject} of the {self.noun}s of "
             f"{two} is {self.comparison.together:.6g}{self.numbers}, and not the mean of theirs, "
             f"{self.comparison.apart:.6g}"
         )
+
+
+def noun_of(dim: int) -> str:
+    """What a dim of the batch counts."""
+    return {0: "example", 1: "token"}.get(dim, "element")
 
 
 class Readings(NamedTuple):
@@ -175,21 +217,24 @@ def find_mixed(examples: Examples, readings: Readings, params: Any, batch: Any, 
         comparisons = compare(perturb(params) if nearby else params, key, planted)
         for name, comparison in comparisons.items():
             if name not in found and comparison.gap > rounding:
-                found[name] = Mixed(name, suspects[name], comparison, words, examples.parts)
+                found[name] = Mixed(name, suspects[name], comparison, words, examples.parts, examples.dim)
     return list(found.values())
 
 
 def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> Readings:
     """What the trace tells of the loss and of each metric, for the examples of a device and for twice as many."""
-    count = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
-    size = count // (examples.devices * examples.parts)
+    dim = examples.dim
+    lengths = {jnp.shape(x)[dim] for x in jax.tree.leaves(batch) if jnp.ndim(x) > dim}
     state_shapes = jax.tree.map(_shape, (params, examples.carried))
     every_device = PartitionSpec(examples.manual)
 
-    def trace(count: int) -> tuple[Any, Any]:
-        """The program for so many examples on each device, and the shapes of its results."""
-        shapes = jax.tree.map(lambda x: _with_examples(_shape(x), count * examples.devices), batch)
-        keys = None if key is None else jax.ShapeDtypeStruct((count * examples.devices,), key.dtype)
+    def trace(times: int) -> tuple[Any, Any]:
+        """The program for so many times a device's examples, and the shapes of its results."""
+        shapes = jax.tree.map(lambda x: _resize(_shape(x), dim, times, examples.parts), batch)
+        keys = None
+        if key is not None:
+            (count,) = {x.shape[0] for x in jax.tree.leaves(shapes) if x.shape}
+            keys = jax.ShapeDtypeStruct((count,), key.dtype)
 
         def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> dict[str, list[jax.Array]]:
             results = {}
@@ -197,23 +242,36 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
                 results[name] = [vary(x, examples.manual).reshape(-1) for mean in terms for x in mean]
             return results
 
-        run = examples.map_devices(on_device, shapes, PartitionSpec(examples.axes), every_device)
+        run = examples.map_devices(on_device, shapes, examples.keys_spec, every_device)
         return jax.make_jaxpr(run, return_shape=True)(*state_shapes, shapes, keys)
 
-    few, shapes_of_few = trace(size)
-    many, shapes_of_many = trace(2 * size)
+    few, shapes_of_few = trace(1)
+    can_be_traced = True
+    try:
+        many, shapes_of_many = trace(2)
+    except Exception:
+        # The loss is written for so many on a device. It is right on this mesh, and cannot be compared; only where it
+        # sends is read.
+        many, shapes_of_many = few, shapes_of_few
+        can_be_traced = False
+    size = max(lengths) // (examples.devices * examples.parts)
     number_of_state = len(jax.tree.leaves(state_shapes))
     states: list[State] = []
     for number, variable in enumerate(many.jaxpr.invars):
-        of_examples = number >= number_of_state and variable.aval.ndim
-        states.append(Rows(0) if of_examples else any_whole(variable))
+        of_examples = number >= number_of_state and variable.aval.ndim > dim
+        states.append(Rows(dim) if of_examples else any_whole(variable))
     names = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of_many)]
     losses = {}
     for name, shapes in shapes_of_many.items():
         if shapes != shapes_of_few[name]:
             continue  # an array with an entry for each example: nothing that one device would compute alike
         used = [other == name for other in names]  # what another metric sends is its own affair
-        losses[name] = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
+        loss = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
+        if not can_be_traced:
+            loss = loss._replace(met=None)
+        elif len(lengths) > 1:
+            loss = loss._replace(met=Met("arrays of the batch have different numbers of examples", ""))
+        losses[name] = loss
     calls_python = False
     loops = False
     has_16_bits = False
@@ -291,6 +349,7 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
     loss does not add over its examples: the step would compute 0.70, and one device 0.47.
     """
     axes = examples.axes
+    dim = examples.dim
 
     def on_device(params: Any, carried: Any, batch: Any, key: jax.Array | None) -> dict[str, jax.Array]:
         keys = None if key is None else device_keys(key, batch, examples.placement.batch)
@@ -302,9 +361,9 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         else:
             # The examples are sent here, before the loss: what a loss of two devices' examples is, only a device that
             # has them both can say. Nothing of it is in the step, which sends no examples.
-            first = own
-            second = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim else x, own)
-        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]) if a.ndim else a, first, second)
+            first = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim > dim else x, own)
+            second = own
+        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim) if a.ndim > dim else a, first, second)
 
         def sum_terms(part: Any) -> dict[str, jax.Array]:
             terms = examples.compute(params, carried, *part)
@@ -314,19 +373,20 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         together = sum_terms(both)
         results = {}
         for name in names:
+            if dim:  # no tokens stand before those of the first device, and the last ones do not lead to them
+                both_apart = apart[name][0] + apart[name][1]
+                together[name] = jnp.where(axis_index(axes) > 0, together[name], both_apart)
             sums = jnp.concatenate([apart[name], together[name][None]])
             results[name] = vary(sums, examples.manual)[None]
         return results
 
     run = examples.map_devices(on_device, batch, PartitionSpec(), PartitionSpec(examples.manual))
-    count = next(x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
-    part = count // (examples.devices * examples.parts)
 
     @jax.jit
     def find_largest_gaps(
         params: Any, carried: Any, batch: Any, key: jax.Array | None, planted: Any
     ) -> dict[str, jax.Array]:
-        batch = jax.tree.map(lambda x: _plant(x, part, planted), batch)
+        batch = jax.tree.map(lambda x: _plant(x, dim, examples.devices * examples.parts, planted), batch)
         return {name: _find_largest_gap(sums) for name, sums in run(params, carried, batch, key).items()}
 
     def compare(params: Any, key: jax.Array | None, planted: Planted) -> dict[str, LossComparison]:
@@ -351,27 +411,32 @@ def _find_largest_gap(sums: jax.Array) -> jax.Array:
     return jnp.stack([apart[worst].sum(), together[worst].sum(), gap[worst]])
 
 
-def _plant(x: Any, part: int, planted: Any) -> Any:
-    """A leaf of the batch with what is planted in every second part of so many examples.
+def _plant(x: Any, dim: int, parts: int, planted: Any) -> Any:
+    """A leaf of the batch with what is planted in every second of so many parts along a dim.
 
-    With part=2, examples 2, 3, 6, 7, ... are planted: those of devices 1, 3, ...
+    With 8 examples in 4 parts, examples 2, 3, 6 and 7 are planted: those of devices 1 and 3.
     """
-    if not jnp.ndim(x):
+    if jnp.ndim(x) <= dim:
         return x
-    numbers = jnp.arange(x.shape[0]).reshape(-1, *[1] * (x.ndim - 1))
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    part = x.shape[dim] // parts
+    numbers = jnp.arange(x.shape[dim]).reshape(-1, *[1] * (x.ndim - 1 - dim))
     is_planted = numbers // part % 2 == 1
-    x = jnp.where(is_planted & (planted == Planted.ZEROS), jnp.zeros_like(x), x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    if is_float or dim == 0:  # integers of tokens may be the numbers of documents, of which zeros would make one
+        x = jnp.where(is_planted & (planted == Planted.ZEROS), jnp.zeros_like(x), x)
+    if not is_float:
         return x
     x = jnp.where(is_planted & (planted == Planted.SMALL), x / 8, x)
     x = jnp.where(is_planted & (planted == Planted.LARGE), x * 8, x)
     return jnp.where(is_planted & (planted == Planted.NOT_A_NUMBER), jnp.full_like(x, jnp.nan), x)
 
 
-def _with_examples(x: Any, count: int) -> jax.ShapeDtypeStruct:
-    """The shape of a leaf of the batch for so many examples; a scalar stays one."""
-    shape = (count, *x.shape[1:]) if x.shape else ()
-    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+def _resize(x: Any, dim: int, times: int, parts: int) -> jax.ShapeDtypeStruct:
+    """The shape of a leaf of the batch for so many times one of so many parts along a dim; a scalar stays one."""
+    shape = list(x.shape)
+    if len(shape) > dim:
+        shape[dim] = shape[dim] // parts * times
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype, weak_type=x.weak_type)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from shardkit._jax import compat
 from shardkit.meshes.rng import step_key
 from shardkit.on_device.advice import Unintended, warn_of
-from shardkit.on_device.batch import example_axes
 from shardkit.on_device.local_step import local_terms
 from shardkit.on_device.pipelines import Staged
 from shardkit.on_device.seam import enter
@@ -24,7 +23,14 @@ from shardkit.steps.carry import Carried, first_carried
 from shardkit.steps.examples import Examples, Mixed, Readings, WrongProgramError, find_mixed, read_traces
 from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
-from shardkit.steps.whole_batch import LossOfWholeBatch, can_be_whole, compute_whole_batch, make_mesh_of_one, move
+from shardkit.steps.whole_batch import (
+    LossOfWholeBatch,
+    can_be_whole,
+    compute_whole_batch,
+    find_sent,
+    make_mesh_of_one,
+    move,
+)
 
 Arguments = tuple[TrainState, jax.Array, Any]
 
@@ -56,30 +62,29 @@ class FirstCall:
         return expected
 
     def _check_examples(self, args: Arguments) -> LossOfWholeBatch | None:
-        """Refuses a loss in which examples meet, and warns of such metrics. A pipeline's loss is not checked.
+        """Refuses a loss in which examples or tokens meet, and warns of such metrics. A pipeline's is not checked.
 
         A loss that sends over an axis of the batch is computed for one device, and returned.
         """
         if isinstance(self.program.grad_fn, Staged):
             return None
         program, state, key, batch = self._take_first_step(args)
-        examples = _split_examples(program, state, batch)
-        if not examples.are_split:
-            return None
-        readings = read_traces(examples, state.params, batch, key)
-        mixed = find_mixed(examples, readings, state.params, batch, key)
-        for loss_or_metric in mixed:
-            if loss_or_metric.name == "loss":
-                raise WrongProgramError(
-                    f"step: the loss must add over its examples, {loss_or_metric.describe()}. Return sk.Mean(total, "
-                    "weight) of sums over examples, send what other examples need, as sk.all_gather does, or pass "
-                    "make_train_step(..., examples='mixed') if each device's own examples are meant to meet."
-                )
-        warn_of_metrics("step", mixed, stacklevel=5)
-        if not can_be_whole(examples, readings, state, batch):
+        splits_that_send: list[tuple[Examples, Readings]] = []
+        names: set[str] = set()
+        for examples in _split_examples(program, state, batch).split_along_dims():
+            readings = read_traces(examples, state.params, batch, key)
+            mixed = find_mixed(examples, readings, state.params, batch, key)
+            for loss_or_metric in mixed:
+                if loss_or_metric.name == "loss":
+                    raise WrongProgramError(_describe_loss(loss_or_metric))
+            warn_of_metrics("step", [metric for metric in mixed if metric.name not in names], stacklevel=5)
+            names |= {metric.name for metric in mixed}
+            if can_be_whole(examples, readings, state, batch):
+                splits_that_send.append((examples, readings))
+        if not splits_that_send:
             return None
         try:
-            return self._compute_whole_batch(program, examples, readings, state, key, batch)
+            return self._compute_whole_batch(program, splits_that_send, state, key, batch)
         except Exception:
             # A warning is all that could follow. A loss that is written for so many devices, or so many examples on
             # each, cannot be traced for one device, and its memory may not suffice for the whole batch.
@@ -88,14 +93,14 @@ class FirstCall:
     def _compute_whole_batch(
         self,
         program: TrainProgram,
-        examples: Examples,
-        readings: Readings,
+        splits: Sequence[tuple[Examples, Readings]],
         state: TrainState,
         key: jax.Array,
         batch: Any,
     ) -> LossOfWholeBatch | None:
-        """What the loss must be, from one device along the axes of the examples."""
-        mesh = make_mesh_of_one(examples)
+        """What the loss must be, from one device along the axes of the dims over which it sends."""
+        sent = find_sent(splits)
+        mesh = make_mesh_of_one(program.mesh, sent.split_axes)
         params, carried = unpadded((state.params, state.carried))
         key = step_key(key, state.step)
         with jax.set_mesh(mesh):
@@ -104,7 +109,7 @@ class FirstCall:
                 carried = first_carried(carried, params, mesh, program.plan)
             on_one = state._replace(params=params, carried=carried)
             whole = _split_examples(replace(program, mesh=mesh), on_one, batch)
-            return compute_whole_batch(whole, readings, params, batch, key)
+            return compute_whole_batch(whole, sent, params, batch, key)
 
     def _take_first_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:
         """The program, and the arguments of its first step, on the mesh with Auto axes."""
@@ -136,9 +141,23 @@ def _split_examples(program: TrainProgram, state: TrainState, batch: Any) -> Exa
         carried.tree,
         carried.specs,
         program.manual,
-        example_axes(placement.batch),
         program.microbatches.for_batch(batch, placement).parts,
         compute,
+    )
+
+
+def _describe_loss(mixed: Mixed) -> str:
+    """The error about a loss in which examples or tokens meet."""
+    remedy = "send what other examples need, as sk.all_gather does,"
+    if mixed.dim:
+        remedy = (
+            "attend over the tokens of all devices, as sk.layers.ring_attention does, take the positions of a device's "
+            "own from sk.layers.positions and what stands beside them from sk.collectives.halo_exchange,"
+        )
+    return (
+        f"step: the loss must add over its {mixed.noun}s, {mixed.describe()}. Return sk.Mean(total, weight) of sums "
+        f"over {mixed.noun}s, {remedy} or pass make_train_step(..., examples='mixed') if each device's own "
+        f"{mixed.noun}s are meant to meet."
     )
 
 
@@ -155,8 +174,8 @@ def warn_of_metrics(where: str, mixed: Sequence[Mixed], stacklevel: int) -> None
         subject = "the loss" if first.name == "loss" else f"the metric {first.name!r}"
         more = f" (and {len(metrics) - 1} more of that line)" if len(metrics) > 1 else ""
         warnings.warn(
-            f"{where}: {subject}{more} must add over its examples, {first.describe()}. Return sk.Mean(total, weight) "
-            "of sums over examples, or compute it from such means after the call.",
+            f"{where}: {subject}{more} must add over its {first.noun}s, {first.describe()}. Return sk.Mean(total, "
+            f"weight) of sums over {first.noun}s, or compute it from such means after the call.",
             Unintended,
             stacklevel=stacklevel,
         )

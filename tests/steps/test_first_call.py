@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
-from shardkit.steps.whole_batch import LossOfWholeBatch
+from shardkit.steps.whole_batch import LossOfWholeBatch, Sent
 from support.training import lenient
 
 RNG = np.random.default_rng(0)
@@ -424,10 +424,19 @@ def test_a_loss_near_zero_that_sends():
 # What alone finds the rounding of 16 bits that is taken for a mistake.
 @pytest.mark.check
 def test_losses_of_16_bits_may_differ_more():
-    of_one_device = LossOfWholeBatch(1.0, "loss.py:1", ("data",), has_16_bits=True)
-    without_a_word(of_one_device.compare, {"loss": np.float32(1.01)})
+    sent = Sent("loss.py:1", False, ("data",), ("data",), of_tokens=False, has_16_bits=True, on_cpu=True)
+    without_a_word(LossOfWholeBatch(1.0, sent).compare, {"loss": np.float32(1.01)})
     with pytest.warns(UserWarning, match="it is 1.01 on this one, and 1 where one device has the whole batch"):
-        of_one_device._replace(has_16_bits=False).compare({"loss": np.float32(1.01)})
+        LossOfWholeBatch(1.0, sent._replace(has_16_bits=False)).compare({"loss": np.float32(1.01)})
+
+
+# What alone finds the rounding of a GPU's products taken for a mistake, and a new model's mistake taken for it.
+@pytest.mark.check
+def test_losses_of_other_devices_may_differ_more():
+    on_cpu = Sent("loss.py:1", False, ("data",), ("data",), of_tokens=False, has_16_bits=False, on_cpu=True)
+    without_a_word(LossOfWholeBatch(1.0, on_cpu._replace(on_cpu=False)).compare, {"loss": np.float32(1.001)})
+    with pytest.warns(UserWarning, match="it is 1.001 on this one, and 1 where one device has the whole batch"):
+        LossOfWholeBatch(1.0, on_cpu).compare({"loss": np.float32(1.001)})
 
 
 # What alone finds a trace that uses up the check, so that the first call with numbers goes unseen.
