@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import communicates, own_line
+from shardkit._jax.jaxprs import communicates, kind_of, own_line, walk
 
 
 @contextmanager
@@ -81,6 +81,19 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any, may_send: bool = False)
     return jax.tree.unflatten(jax.tree.structure(structure), results)
 
 
+def has_vmapped_collective(fn: Callable[..., Any], *args: Any) -> bool:
+    """Whether `fn(*args)`, traced without the mesh of the shard_map around it, has a collective over a vmap's axis."""
+    with _no_mesh():
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+        program = jax.make_jaxpr(fn)(*shapes)
+    for site in walk(program.jaxpr):
+        axes = site.equation.params.get("axes", ())
+        # Once it is traced, the axis of a vmap is a dim: a number, where a mesh axis is a name.
+        if kind_of(site.equation) is not None and any(isinstance(axis, int) for axis in axes):
+            return True
+    return False
+
+
 Remedy = tuple[str, Callable[[], Any]]
 
 
@@ -88,17 +101,23 @@ Remedy = tuple[str, Callable[[], Any]]
 def noting(*remedies: Remedy) -> Iterator[None]:
     """Where what stands inside cannot be traced, and what is called instead can, the error gets a note of what to do.
 
-    A remedy is the note, with {line} for the user's line that failed, and the call; the first whose call can be traced.
+    A remedy is the note, with {line} for the user's line that failed and {text} for what it says, and the call; the
+    first whose call can be traced.
     """
     try:
         yield
     except Exception as error:
         for note, otherwise in remedies:
             if _can_call(otherwise):
-                frames = []
+                line = "the line above"
+                text = ""
                 for frame in reversed(extract_tb(error.__traceback__)):
-                    frames.append((frame.filename, frame.lineno or 0, frame.name))
-                error.add_note(note.format(line=own_line(frames) or "the line above"))
+                    own = own_line([(frame.filename, frame.lineno or 0, frame.name)])
+                    if own:
+                        line = own
+                        text = frame.line or ""
+                        break
+                error.add_note(note.format(line=line, text=text))
                 break
         raise
 

@@ -23,6 +23,10 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
 
     Two axes have the same stream at the same index. If you fold in more than one axis, use `fold_axes`.
 
+    What you draw depends on the number of devices along `axis`, so a loss that draws from it is another number on each
+    mesh, and no first call of a step says so: that is what the function is for. Within a training step draw from the
+    keys that your loss gets, one for each example (`dropout`), which are the same on every mesh.
+
     Args:
         key: typed or raw key, the same on all devices of `axis`.
         axis: mesh axis, or a tuple of axes (their joint index, the first one major).

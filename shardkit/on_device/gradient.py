@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from shardkit._arguments.typed import typed
 from shardkit.collectives.axes import vary_like
 from shardkit.on_device.handles import call_sealed, open_entries, parts, with_parts
-from shardkit.on_device.loss_results import loss_and_aux
+from shardkit.on_device.loss_results import loss_and_aux, refuse_rounded_totals
 from shardkit.on_device.mean_sums import combine_terms
 from shardkit.on_device.means import Mean, Sum
-from shardkit.on_device.one_device import call_on_one_device, call_untyped, note_type_errors
+from shardkit.on_device.one_device import call_on_one_device, note_type_errors
 from shardkit.on_device.trained import TrainedLeaves, check_trained
 
 Gradients = tuple[Any, Mapping[str, Any], Any]  # the loss, the auxiliary means by name, the gradients
@@ -97,9 +97,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         if local:
             return differentiate_apart(call_on_one_device, params, scale, *args)
         # Of a loss inside a library that does not know the mesh, only the types of axes may keep it from being traced.
-        on_one_device = partial(differentiate_apart, call_on_one_device, params, scale, *args)
-        untyped = partial(differentiate_apart, call_untyped, params, scale, *args)
-        with note_type_errors(on_one_device, untyped):
+        with note_type_errors(lambda caller: differentiate_apart(caller, params, scale, *args)):
             return differentiate(params, scale, *args)
 
     def differentiate(params: Any, scale: Any, *args: Any) -> Gradients:
@@ -162,9 +160,14 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     return gradient
 
 
-# The loss of parameters, batch, keys and perhaps carried state, with lazy leaves sealed: those of the carried state are
-# named by their path in it.
-call_loss = partial(call_sealed, at=("", "", "", "carried"))
+def call_loss(loss_fn: LossFn, *args: Any) -> Any:
+    """The loss of parameters, batch, keys and perhaps carried state, with lazy leaves sealed.
+
+    Those of the carried state are named by their path in it.
+    """
+    out = call_sealed(loss_fn, *args, at=("", "", "", "carried"))
+    refuse_rounded_totals(out)
+    return out
 
 
 def cotangent_of(total: jax.Array, scale: Any) -> jax.Array:

@@ -22,7 +22,7 @@ from shardkit.on_device.loss_results import named_means, terms_by_name
 from shardkit.on_device.loss_weights import in_compute
 from shardkit.on_device.means import Sum, is_mean, kind
 from shardkit.on_device.microbatches import Microbatches
-from shardkit.on_device.one_device import call_on_one_device, call_untyped, note_type_errors
+from shardkit.on_device.one_device import call_on_one_device, note_type_errors
 from shardkit.on_device.pipelines import Staged, pipeline_remedy
 from shardkit.on_device.precision import Precision
 from shardkit.plans.plan import Placement
@@ -135,7 +135,7 @@ def local_means(
         args = (partial(call_loss, loss_fn), weights, batch, None, *state)
         if local:
             return named_means(call_on_one_device(*args))
-        with note_type_errors(partial(call_on_one_device, *args), partial(call_untyped, *args)):
+        with note_type_errors(lambda caller: caller(*args)):
             return named_means(call_loss(loss_fn, weights, batch, None, *state))
 
     with _layout_bound(placement):

@@ -137,6 +137,26 @@ def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
     return Mean(to_array(pair.total), weight)
 
 
+def refuse_rounded_totals(out: Any) -> None:
+    """Refuses the total of a Mean that a loss returned where its dtype rounds the sum.
+
+    With a weight of 1 the total is no sum, but a value with the dtype of the model, as a penalty.
+    """
+    for mean in jax.tree.leaves(out, is_leaf=is_mean):
+        if not is_mean(mean):
+            continue
+        is_one = not isinstance(mean.weight, jax.core.Tracer) and np.all(np.asarray(mean.weight) == 1)
+        for total in jax.tree.leaves(mean.total):
+            dtype = dtype_of(total)
+            is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+            if is_float and dtype.itemsize < 4 and not is_one:
+                digits = int(jnp.finfo(dtype).precision)  # 3 of float16, 2 of bfloat16
+                raise TypeError(
+                    f"Mean: the total must be float32, because {dtype} rounds a sum to {digits} digits; got {dtype}. "
+                    "Sum it in float32, as Mean.of(values, weights) does."
+                )
+
+
 def _check_constant_weight(weight: Any) -> None:
     """Refuses a constant weight that is zero, negative or not finite: nothing can be divided by it.
 

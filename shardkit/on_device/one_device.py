@@ -10,12 +10,29 @@ from typing import Any
 import jax
 
 from shardkit._jax.compat import tracked_axes
-from shardkit._jax.one_device import as_on_one_device, noting
+from shardkit._jax.one_device import as_on_one_device, has_vmapped_collective, noting
 from shardkit.on_device.batch import check_whole
 from shardkit.on_device.handles import is_handle
 
 # `call_untyped(fn, *args)` shows only whether `fn` can be traced without the types of axes: it may communicate.
 call_untyped = partial(as_on_one_device, may_send=True)
+
+
+def _call_vmapped(call_loss_by: Callable[[Callable[..., Any]], Any]) -> None:
+    """Calls a loss without the types of axes, if it has a collective over an axis of vmap.
+
+    Raises:
+        LookupError: it has none.
+    """
+    found = []
+
+    def call(fn: Callable[..., Any], *args: Any) -> Any:
+        found.append(has_vmapped_collective(fn, *args))
+        return call_untyped(fn, *args)
+
+    call_loss_by(call)
+    if not any(found):
+        raise LookupError
 
 
 def call_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
@@ -35,16 +52,25 @@ def call_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     return as_on_one_device(fn, *args)
 
 
-def note_type_errors(on_one_device: Callable[[], Any], untyped: Callable[[], Any]) -> AbstractContextManager[None]:
+def note_type_errors(call_loss_by: Callable[[Callable[..., Any]], Any]) -> AbstractContextManager[None]:
     """A loss inside of it that only the types of axes keep from being traced ends in an error with a note of it.
 
-    `on_one_device` calls it as on one device, which a loss that communicates cannot be; `untyped` without these types.
+    `call_loss_by(caller)` calls the loss by `caller(loss, *args)`: as on one device, which a loss that communicates
+    cannot be, or without these types.
     """
     if not tracked_axes():
         return nullcontext()
     cast = "what is the same on all devices at {line}, as a loop's beginning is, sk.vary_like(start, x) of its data x."
     local = "Pass value_and_grad(loss_fn, local=True), and local=True to make_eval_step; or cast " + cast
+    vmapped = (
+        "value_and_grad: {line}: jax cannot trace a collective over an axis of jax.vmap inside of shard_map; got "
+        "`{text}`. Take the sum or mean over the dim that is mapped, outside of the vmap; over the examples of all "
+        "devices it is sk.all_reduce."
+    )
+    apart = f"value_and_grad: as on one device the loss can be traced. {local}"
+    without_types = f"value_and_grad: without the types of axes the loss can be traced. Cast {cast}"
     return noting(
-        (f"value_and_grad: as on one device the loss can be traced. {local}", on_one_device),
-        (f"value_and_grad: without the types of axes the loss can be traced. Cast {cast}", untyped),
+        (vmapped, partial(_call_vmapped, call_loss_by)),
+        (apart, partial(call_loss_by, call_on_one_device)),
+        (without_types, partial(call_loss_by, call_untyped)),
     )

@@ -114,7 +114,11 @@ def make_train_step(
             one device too, and warns if that is another number. Not checked are a pipeline, and a loss that calls
             Python, as by `jax.pure_callback`, `jax.experimental.io_callback` or `jax.debug.print`. Nor is a loss that
             sends and draws random numbers by the index of the device, gets microbatches, runs in several processes, or
-            needs more than 1 GiB for the whole batch. "mixed": the loss may mix the examples of one device (with
+            needs more than 1 GiB for the whole batch. If the plan splits the tokens too, as `cp`, the same holds of
+            tokens: the first call refuses attention over a device's own tokens, positions that begin with 0 on each
+            device, or a shift of labels within a device, and computes a loss that sends tokens, or asks where its own
+            stand, on one device. It looks at losses: what a `custom_vjp` mixes in its backward pass alone is found by
+            `testing.assert_same_training`. "mixed": the loss may mix the examples and tokens of one device (with
             `accumulate`, of one microbatch), as in a norm over the batch of each device. The loss of the step is then
             the mean over the devices.
         check: whether the first call also refuses a program if `sk.lint` finds wrong numbers or a deadlock in it, such

@@ -186,6 +186,9 @@ def update_state(
 def _check_is_of(optimizer: Any, policy: Precision, opt_state: Any, params: Any) -> None:
     """Refuses the state of another optimizer or precision. `sgd` would ignore that of `adam`, and return it as it is.
 
+    Two optimizers of the same state cannot be told apart, as `optax.adam` and `optax.adamax`: both have a
+    `ScaleByAdamState`, with the same leaves. Nor can other hyperparameters.
+
     Raises:
         ValueError: for a state with other leaves than the optimizer makes of these parameters.
     """

@@ -11,8 +11,9 @@ from shardkit.plans.plan import Plan, strategy
 def cp(axis: Axis) -> Plan:
     """Context parallelism over `axis`: the tokens, dim 1 of the batch, are split; parameters are whole.
 
-    In your loss, attend across devices with `ring_attention` or `ulysses_attention`. Leaves of the batch without a dim
-    1 stay whole, and so do the keys, one for each example.
+    In your loss, attend across devices with `ring_attention` or `ulysses_attention`, and take the positions of a
+    device's tokens from `layers.positions`. The first call of a step refuses a loss that mixes a device's own tokens.
+    Leaves of the batch without a dim 1 stay whole, and so do the keys, one for each example.
 
     Layout: `batch[B, T_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
 

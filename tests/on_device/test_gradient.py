@@ -128,6 +128,10 @@ def bfloat16_weight(w, c, keys):
     return sk.Mean(jnp.sum(w * c), jnp.sum(jnp.ones_like(c)).astype(jnp.bfloat16))
 
 
+def bfloat16_total(w, c, keys):
+    return sk.Mean(jnp.sum(w * c).astype(jnp.bfloat16), 4)
+
+
 @pytest.mark.parametrize(
     "message, loss_fn",
     {
@@ -156,6 +160,8 @@ def bfloat16_weight(w, c, keys):
         "Use a string.": lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
         "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
         "Sum it in float32, as Mean.of(values, weights) does.": bfloat16_weight,
+        "Mean: the total must be float32, because bfloat16 rounds a sum to 2 digits; got bfloat16. "
+        "Sum it in float32, as Mean.of(values, weights) does.": bfloat16_total,
     }.items(),
 )
 def test_a_loss_that_is_no_mean_is_refused(loss_fn, message, mesh4):

@@ -155,6 +155,26 @@ def test_a_loop_of_a_loss_that_communicates_is_told_its_cast():
         traced(by_like, plan, mesh, params, batch=batch)
 
 
+# What alone finds jax's own assertion, without words, and a note of casts that do not help.
+def test_a_collective_over_an_axis_of_vmap_is_named():
+    def one(w, x):
+        return jnp.sum((x * w - lax.pmean(x * w, "rows")) ** 2)
+
+    def loss(params, batch, keys):
+        return sk.Mean.of(jax.vmap(lambda x: one(params["w"], x), axis_name="rows")(batch["x"]))
+
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    batch = {"x": np.ones((4, 8), np.float32)}
+    with pytest.raises(AssertionError) as found:
+        traced(sk.value_and_grad(loss), sk.dp("data"), mesh, {"w": jnp.float32(0.5)}, batch=batch)
+    line = one.__code__.co_firstlineno + 1
+    assert (
+        f"value_and_grad: test_local_loss.py:{line} (one): jax cannot trace a collective over an axis of jax.vmap "
+        'inside of shard_map; got `return jnp.sum((x * w - lax.pmean(x * w, "rows")) ** 2)`. Take the sum or mean over '
+        "the dim that is mapped, outside of the vmap; over the examples of all devices it is sk.all_reduce."
+    ) in found.value.__notes__
+
+
 def test_an_error_that_one_device_has_too_is_left_alone():
     def wrong(params, batch, keys):
         raise KeyError("mine")
@@ -313,7 +333,7 @@ def test_a_sum_of_means_is_that_of_the_whole_batch():
     def plain(params, batch, keys):
         x, keep = batch["x"] @ params["w"], batch["keep"]
         means = jnp.sum(x[:, 0] * keep) / jnp.sum(keep) - jnp.sum(x[:, 1] * (1 - keep)) / jnp.sum(1 - keep)
-        return sk.Mean((jnp.mean(x**2) + 0.1 * means) * 24, jnp.float32(24))
+        return sk.Mean(((jnp.mean(x**2) + 0.1 * means) * 24).astype(jnp.float32), jnp.float32(24))
 
     grad_fn = sk.value_and_grad(two_means)
     job = {"params": {"w": PARAMS["w"]}, "batches": [{**BATCH, "keep": (np.arange(8) < 3).astype("f")}]}

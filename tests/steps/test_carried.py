@@ -196,7 +196,7 @@ def test_what_mirrors_a_parameter_is_computed_as_that():
 
     def loss_fn(params, batch, keys, carried):
         seen.update(carried)
-        return jnp.mean(batch @ params["w"]), {"each": sk.Mean(jnp.sum(batch, 0), len(batch))}
+        return jnp.mean(batch @ params["w"]), {"each": sk.Mean(jnp.sum(batch, 0, dtype=jnp.float32), len(batch))}
 
     made = sk.make_train_step(
         sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=sk.abstract_mesh(data=4), plan=sk.dp("data"), precision="bf16"
