@@ -151,7 +151,7 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def constant(self, x: Any) -> Operand:
         """An array that a program closes over, with a dim of size 1 in front for each axis."""
-        x = to_known(x)
+        x = to_known(x, as_stored=self.field.compiled)
         return x.reshape((1,) * self.rank + x.shape)
 
     def literal(self, atom: Any) -> Operand:

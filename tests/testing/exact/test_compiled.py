@@ -269,6 +269,15 @@ def test_groups_of_different_sizes_are_refused():
         run_text(UNEQUAL_GROUPS, np.ones((), "f"))
 
 
+def test_a_constant_of_16_bits_is_its_value():
+    """Catches a bfloat16 of 0.9, which is 0.8984375, that stands for 9/10 beside XLA's float32 of its inverse."""
+
+    def drop(x):
+        return (x.astype(jnp.bfloat16) / jnp.bfloat16(0.9)).astype(jnp.float32)
+
+    assert_compiled_equal(jax.jit(drop), draw(3))
+
+
 def test_what_rounds_constants_is_not_decided(mesh):
     """A product of constants, which XLA rounds to float32, is no proof and no refutation."""
 

@@ -52,12 +52,19 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def to_known(x: Any) -> Known:
-    """A constant or an input as a known array; keys as words."""
+def to_known(x: Any, as_stored: bool = False) -> Known:
+    """A constant or an input as a known array; keys as words.
+
+    A constant of 16 bits is what it stands for, or as stored: a compiler computes with its value. For example 0.9 in
+    bfloat16 is 0.8984375, and what XLA makes of a division by it is a product with the float32 1.1130434.
+    """
     if hasattr(x, "dtype") and is_key(x):
         return make_words(np.asarray(jax.random.key_data(x)))
     x = np.asarray(x)
-    return widen(np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)))
+    x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    if as_stored and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+        return x.astype(np.float32)
+    return widen(x)
 
 
 def compute_known(
