@@ -5,7 +5,7 @@ import pytest
 from faults import lines
 
 # What a run of `python tests/faults/lines.py` found: from these on it has become worse.
-FEWEST = {"development": 35, "held_out": 26, "fresh": 17, "unseen": 19, "third": 17, "fourth": 14}
+FEWEST = {"development": 35, "held_out": 26, "fresh": 17, "unseen": 19, "third": 17, "fourth": 14, "fifth": 22}
 HALVES = {
     "development": lines.DEVELOPMENT,
     "held_out": lines.HELD_OUT,
@@ -13,6 +13,7 @@ HALVES = {
     "unseen": lines.UNSEEN,
     "third": lines.THIRD,
     "fourth": lines.FOURTH,
+    "fifth": lines.FIFTH,
 }
 # One of a kind each: a collective over another axis, a local count, a mask, an offset, a permutation, a term.
 QUICK = ("sinkhorn", "k_means", "window", "embedding_offset", "next_token", "mlp_bias")
