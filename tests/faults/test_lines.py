@@ -17,6 +17,9 @@ HALVES = {
 }
 # One of a kind each: a collective over another axis, a local count, a mask, an offset, a permutation, a term.
 QUICK = ("sinkhorn", "k_means", "window", "embedding_offset", "next_token", "mlp_bias")
+# And another axis, a stale variable, the root of another dim, the first device for the last, rows of one device for all
+# rows, a place without the index of the device, a factor that nothing reads, an order in each round of a loop.
+QUICK += ("layered_product", "sharpness", "latent", "upsampled", "discrepancy", "dropped", "sampled", "stencil")
 
 
 @pytest.mark.parametrize("name", QUICK)

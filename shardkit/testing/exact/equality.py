@@ -272,6 +272,12 @@ def _describe_comparisons(evidence: Evidence) -> tuple[str, ...]:
 
 def make_input(field: Field, name: str, x: Any) -> Operand:
     """An argument in the field: random numbers in place of floats; integers, booleans and keys as they are."""
+    if field.memory is not None:
+        return field.memory.recall(field, name, (), partial(_make_input, field, name, x))
+    return _make_input(field, name, x)
+
+
+def _make_input(field: Field, name: str, x: Any) -> Operand:
     if is_float(x):
         return draw_input(field, name, np.shape(x))
     if isinstance(x, jax.ShapeDtypeStruct):

@@ -71,8 +71,26 @@ def repair_collective(bench: Bench) -> Iterator[Repair]:
             if names != bound:
                 words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
                 yield change_operands(Cost.COLLECTIVE, words, _gather_operand, bench, names)
+    if row.kind in ("all_gather", "all_to_all", "ppermute", "reduce_scatter"):
+        yield from _repair_axes(bench, bound)
     if row.kind == "ppermute":
         yield from _repair_permutation(bench, bound)
+
+
+def _repair_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
+    """As many devices along other axes: on a mesh of row=2, col=2, rows are gathered for columns."""
+    call = bench.call
+    [key] = [key for key in registered(call.primitive).axes if key in call.equation.params]
+    devices = math.prod(bench.axes[name] for name in bound)
+    for names in list_subsets(bench.axes):
+        count = math.prod(bench.axes[name] for name in names)
+        if count == devices and set(names) != set(bound):
+            words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
+            yield change_operands(Cost.COLLECTIVE, words, _rerun_over, bench, key, names)
+
+
+def _rerun_over(operands: Sequence[Operand], bench: Bench, key: str, names: tuple[str, ...]) -> Sequence[Operand]:
+    return bench.rerun(operands, **{key: names})
 
 
 def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
@@ -161,6 +179,45 @@ def repair_broadcast(bench: Bench) -> Iterator[Repair]:
 
 def _gather_copies(operands: Sequence[Operand], bench: Bench, axis: str, dim: int) -> list[Operand]:
     return [bench.devices.gather(operands[0], (axis,), dim, False)]
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Reads the rows that all devices have of an operand, in place of those of the device: its result has more rows.
+
+    Worked example: `(x @ y.T).sum()`, of all pairs of two samples. Of its own y a device has some of the pairs of
+    its x; of a gathered y it has all of them, and the sum has the form that it had.
+
+    Attributes:
+        bench: of the equation that reads the operand.
+        number: that of the operand.
+        names: the axes along which it is gathered.
+        dim: that of the operand that grows.
+    """
+
+    bench: Bench
+    number: int
+    names: Sequence[str]
+    dim: int
+
+    def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        """The results of the equation, of all rows."""
+        x = self.bench.devices.gather(operands[self.number], self.names, self.dim, True)
+        return self.bench.rerun(replace_item(operands, self.number, x))
+
+
+def repair_rows(bench: Bench) -> Iterator[Repair]:
+    """A product with the rows of all devices: an all_gather is missing in front of it."""
+    if bench.call.primitive != "dot_general":
+        return
+    contracted, batched = bench.call.equation.params["dimension_numbers"]
+    for number, x in enumerate(bench.call.operands):
+        joined = {*contracted[number], *batched[number]}
+        rows = [dim for dim in range(len(bench.shape(x))) if dim not in joined]
+        for names in list_subsets(bench.varying_axes(x)):
+            words = f"an operand of {bench.call.name} that is gathered over {quoted(names)}"
+            for dim in rows:
+                yield Repair(Cost.SUM, words, Gathering(bench, number, names, dim))
 
 
 def repair_sum(bench: Bench) -> Iterator[Repair]:
@@ -281,7 +338,9 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
         changed = x + sign * size * bench.device_index(axis, x)
         if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
             words = f"{name} that is the same along {axis!r}"
-        yield change_result(Cost.INDEX, words, _offset_by_device, bench, axis, size * sign)
+        # Places are counted from the first device on: that an index is missing is likelier than that it is too many.
+        cost = Cost.INDEX if sign > 0 else Cost.INDEX_TOO_MANY
+        yield change_result(cost, words, _offset_by_device, bench, axis, size * sign)
 
 
 def _repair_wrap(bench: Bench) -> Iterator[Repair]:

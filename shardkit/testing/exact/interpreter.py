@@ -14,9 +14,10 @@ Worked example: a shard_map over data=2 of `psum(x @ w, "data")`, where x [8, 3]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as attribute
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ _UNCHANGED = {
     "reshard",
     "mesh_cast",
 }
+_CALLING = (compat.HIGH_LEVEL, compat.SOLVE)
 _PRINTS = ("debug_callback", "debug_print")
 _MOST_ROUNDS = 1000  # of a loop that a float ends
 # Of integers that are not negative these give integers that are not negative either.
@@ -151,15 +153,37 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def constant(self, x: Any) -> Operand:
         """An array that a program closes over, with a dim of size 1 in front for each axis."""
+        return self._recall(x, self.rank, (), partial(self._take_constant, x))
+
+    def _take_constant(self, x: Any) -> Operand:
         x = to_known(x, as_stored=self.field.compiled)
         return x.reshape((1,) * self.rank + x.shape)
 
+    def _recall(self, step: Any, place: Hashable, operands: Sequence[Operand], compute: Callable[[], Any]) -> Any:
+        """What a step gives, or gave in a run that is remembered."""
+        if self.field.memory is None:
+            return compute()
+        return self.field.memory.recall(step, place, operands, compute)
+
     def literal(self, atom: Any) -> Operand:
         """The same of a number in the program."""
-        return self.constant(atom.val)
+        return self._recall(atom, self.rank, (), partial(self._take_constant, atom.val))
 
     def step(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """The results of an equation."""
+        name = equation.primitive.name
+        # Within what an equation calls, equations may be changed: they are recalled one by one.
+        if self.field.memory is None or name in _CONTROL_FLOW or name in compat.CALLS or name in _CALLING:
+            results = self._compute(equation, operands)
+        else:
+            place = self.around, self.rank
+            results = self._recall(equation, place, operands, partial(self._compute, equation, operands))
+        if name in _CONTROL_FLOW:
+            return results
+        return self._tell(equation, operands, results) or results
+
+    def _compute(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
+        """The results of an equation, of which those that follow from floats are marked."""
         try:
             results = super().step(equation, operands)
         except UnsupportedError as error:
@@ -168,8 +192,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             raise
         if equation.primitive.name in _CONTROL_FLOW:
             return results
-        results = self._mark_results(equation, operands, results)
-        return self._tell(equation, operands, results) or results
+        return self._mark_results(equation, operands, results)
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
         if self.seen is None:
@@ -286,8 +309,8 @@ class Interpreter(JaxprInterpreter[Operand]):
         # The dims of this shard_map's axes come after the dims of axes that are bound around it.
         inside = Interpreter(self.field, {**self.axes, **sizes}, self.seen)
         pieces = []
-        for x, spec in zip(operands, equation.params["in_specs"], strict=True):
-            pieces.append(self._cut(x, spec, sizes))
+        for number, (x, spec) in enumerate(zip(operands, equation.params["in_specs"], strict=True)):
+            pieces.append(self._recall(equation, ("piece", number), [x], partial(self._cut, x, spec, sizes)))
         for x, piece in zip(operands, pieces, strict=True):
             inside._tell(equation, [x], [piece])
         results = inside.run(body, pieces)
@@ -364,7 +387,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             rounds = rounds[::-1]
         outputs: dict[int, list[Operand]] = {}
         for i in rounds:
-            rows = [self._take_row(x, i) for x in scanned]
+            rows = [self._recall(equation, ("row", i), [x], partial(self._take_row, x, i)) for x in scanned]
             for x, row in zip(scanned, rows, strict=True):
                 self._tell(equation, [x], [row])
             results = self.run(body, [*consts, *carry, *rows])
@@ -383,7 +406,8 @@ class Interpreter(JaxprInterpreter[Operand]):
         in_order = [outputs[i] for i in sorted(outputs)]
         stacks = []
         for rows in zip(*in_order, strict=True):
-            stack = join_operands(self.field, rows, self.rank, new=True)
+            join = partial(join_operands, self.field, rows, self.rank, new=True)
+            stack = self._recall(equation, "stack", rows, join)
             self._tell(equation, rows, [stack])
             if any(self.field.marks.follows_floats(x) for x in rows):
                 self.field.marks.add(stack)

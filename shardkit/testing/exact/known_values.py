@@ -227,11 +227,17 @@ class KnownValues:
     # Doubts
 
     def list_doubts(self, got: Operand) -> dict[int, float]:
-        """How unlikely the mistake is at the events before a value: the reference has what they gave, or led to."""
+        """How unlikely the mistake is at the events before a value: the reference has what they gave, or led to.
+
+        Where the wrong result is itself a value of the reference, as a gradient at the old weights in place of the new
+        ones, that tells nothing of what led to it.
+        """
         numbers = self.record.find_causes([got])
         doubts: dict[int, float] = {}
         for doubt, is_known in ((KNOWN_ON_ONE, self._is_known_on_one), (KNOWN, self._is_known_on_all)):
             known = {number for number in numbers if is_known(self.record.events[number])}
+            if doubt == KNOWN and known.issuperset(self.record.find_makers([got])):
+                return {}
             operands: list[Operand] = []
             for number in known:
                 event = self.record.events[number]

@@ -37,6 +37,7 @@ _FILLINGS = {"zeros": 0.0, "ones": 1.0, "minus infinities": -math.inf, "infiniti
 _MOST_STARTS = 8
 _MOST_VARIABLES = 6
 _FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
+_TERMS = (lax.add, lax.sub, lax.mul, lax.div)
 # Operators that are taken for each other.
 _CONFUSED = {
     "add": ("sub",),
@@ -94,6 +95,33 @@ def _list_sizes(bench: Bench) -> dict[int, tuple[float, str]]:
     for size in sorted(dims):
         sizes.setdefault(size, (Cost.DIM, "the size of a dim"))
     return sizes
+
+
+def repair_size(bench: Bench) -> Iterator[Repair]:
+    """A constant that is the root of the size of a dim, or an integer that is a size: those of another dim or axis.
+
+    Worked example: `q @ k.T * 16**-0.5` with heads of 4 of 16 features: it should be divided by the root of 4.
+    """
+    name = bench.call.name
+    sizes = [size for size in _list_sizes(bench) if size > 1]
+    for number, x in enumerate(bench.call.operands):
+        # A constant is a known number: what follows from an input is none.
+        if isinstance(x, Exact) or x.size != 1 or x.dtype.kind not in "fi":
+            continue
+        # A float may be a size by chance: 0.25 is one of four, and is often a rate.
+        powers = (0.5, -0.5) if x.dtype.kind == "f" else (1.0,)
+        for power, size in itertools.product(powers, sizes):
+            if x.dtype.type(float(size) ** power) != x.item():
+                continue
+            for other in sizes:
+                if other != size:
+                    constant = np.full(x.shape, float(other) ** power, x.dtype)
+                    words = f"{name} of the size {other} in place of {size}"
+                    yield change_operands(Cost.DIM, words, _replace_operand, bench, number, constant)
+
+
+def _replace_operand(operands: Sequence[Operand], bench: Bench, number: int, x: Operand) -> Sequence[Operand]:
+    return bench.rerun(replace_item(operands, number, x))
 
 
 # Places
@@ -283,9 +311,25 @@ def _repair_decision(bench: Bench) -> Iterator[Repair]:
             yield change_operands(Cost.INDEX, words, _shift_operand, bench, number, 1)
             words = f"{name} of an operand minus 1"
             yield change_operands(Cost.INDEX, words, _shift_operand, bench, number, -1)
+        yield from _repair_end(bench)
     yield change_result(Cost.OPERATOR, f"the opposite of {name}", np.logical_not)
     yield change_result(Cost.OPERATOR, f"a mask that is always true in place of {name}", np.ones_like)
     yield change_result(Cost.OPERATOR, f"a mask that is always false in place of {name}", np.zeros_like)
+
+
+def _repair_end(bench: Bench) -> Iterator[Repair]:
+    """The last device in place of the first one, or the first in place of the last."""
+    name = bench.call.name
+    for number, x in enumerate(bench.call.operands):
+        if x.size != 1:
+            continue
+        for axis in bench.varying_axes(bench.call.operands[1 - number]):
+            last = bench.axes[axis] - 1
+            for end, other, words in ((0, last, "last"), (last, 0, "first")):
+                if x.item() == end:
+                    constant = np.full(x.shape, other, x.dtype)
+                    words = f"{name} of the {words} device along {axis!r}"
+                    yield change_operands(Cost.INDEX, words, _replace_operand, bench, number, constant)
 
 
 # Operands
@@ -306,19 +350,47 @@ def _apply_equation(x: Operand, bench: Bench, equation: Any) -> Operand:
     return bench.interpreter.step(equation, [x])[0]
 
 
+def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+    """A term or a factor that the kernel is given or computes, and that nothing reads: with some dims of the result.
+
+    Worked example: weights [4] of candidates, which `jnp.exp(x @ candidates.T)`, [3, 4], should be divided by.
+    """
+    aval = bench.call.equation.outvars[0].aval
+    if not _is_float(aval):
+        return
+    shape = bench.shape(bench.result)
+    for variable in readable:
+        if variable not in unread or getattr(variable.aval, "dtype", None) != aval.dtype:
+            continue
+        for dims in itertools.combinations(range(len(shape)), len(variable.aval.shape)):
+            if variable.aval.shape != tuple(shape[dim] for dim in dims):
+                continue
+            added = tuple(dim - len(shape) for dim in range(len(shape)) if dim not in dims)
+            for function in _TERMS:
+                equation = trace_equation(function, aval, 2)
+                words = f"{equation.primitive.name} of {bench.call.name} and what nothing reads"
+                change = _combine_with(bench, equation, variable, added)
+                yield Repair(Cost.UNREAD_FACTOR, words, change, behind=True)
+
+
 def repair_term(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
     """Another variable that is added to the result, or is its factor."""
     aval = bench.call.equation.outvars[0].aval
     alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
-    for variable, function in itertools.product(_select(alike), (lax.add, lax.sub, lax.mul, lax.div)):
+    for variable, function in itertools.product(_select(alike), _TERMS):
         equation = trace_equation(function, aval, 2)
         words = f"{equation.primitive.name} of {bench.call.name} and another value"
         yield Repair(Cost.FACTOR, words, _combine_with(bench, equation, variable), behind=True)
 
 
-def _combine_with(bench: Bench, equation: Any, variable: Any) -> Change:
+def _combine_with(bench: Bench, equation: Any, variable: Any, added: tuple[int, ...] = ()) -> Change:
+    """The result with another variable, which gets dims of size 1 at some places, counted from the end."""
+
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        return bench.interpreter.step(equation, [results[0], values[variable]])
+        x = lift_operand(bench.field, values[variable])
+        if added:
+            x = x.move(lambda part: np.expand_dims(part, added))
+        return bench.interpreter.step(equation, [results[0], x])
 
     return change
 

@@ -12,6 +12,7 @@ from shardkit.testing.exact.exchange_repairs import (
     repair_device_index,
     repair_integer,
     repair_mask,
+    repair_rows,
     repair_sum,
 )
 from shardkit.testing.exact.local_repairs import (
@@ -22,7 +23,9 @@ from shardkit.testing.exact.local_repairs import (
     repair_operator,
     repair_place,
     repair_round,
+    repair_size,
     repair_term,
+    repair_unread,
 )
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
@@ -64,17 +67,20 @@ def propose_repairs(
         yield from repair_integer(bench)
     if not is_mask(result):
         yield from repair_sum(bench)
+        yield from repair_rows(bench)
         if call.primitive not in _PASSING:
             yield from repair_factor(bench)
     if call.name == "shard_map":
         return
     yield from repair_place(bench)
+    yield from repair_size(bench)
     yield from repair_operator(bench)
     yield from repair_parentheses(bench, definitions)
     yield from repair_operand(bench, readable, unread)
     yield from repair_round(bench, readable, rounds)
     if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):
         yield from repair_function(bench)
+        yield from repair_unread(bench, readable, unread)
         yield from repair_term(bench, readable)
 
 

@@ -42,6 +42,7 @@ class Cost:
     COLLECTIVE = 0.0
     SLICE_OF_SUM = 0.5
     INDEX = 1.0
+    INDEX_TOO_MANY = 1.25
     SUM = 1.0
     UNREAD = 1.0
     TRAVEL = 1.0

@@ -25,6 +25,7 @@ from shardkit.testing.exact.changed_run import ChangedRun, Previews, find_goal, 
 from shardkit.testing.exact.exchange_repairs import Travel
 from shardkit.testing.exact.interpreter import DiffersError, Seen
 from shardkit.testing.exact.local_repairs import read_instead
+from shardkit.testing.exact.memory import Memory
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -34,8 +35,9 @@ from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_suspects
 
-# How many runs are tried, and equations of all of them: a minute, of the largest programs that are proved.
-MOST_RUNS, _MOST_EQUATIONS = 600, 150_000
+# How many runs are tried, and equations of all of them, most of which are recalled: a minute, of the largest programs
+# that are proved.
+MOST_RUNS, _MOST_EQUATIONS = 900, 225_000
 # How much less likely than the likeliest a repair may be that is looked at too.
 _MARGIN, _UNLIKELY = 0.75, 3.5
 # With how many other numbers a repair must be right; more where comparisons decide, because few outcomes differ.
@@ -242,6 +244,7 @@ class Search:
     def _search_again(self, programs: Runs) -> list[Search]:
         """The search in another field, if the programs differ there."""
         record = Record()
+        programs.field.memory = Memory()
         try:
             wanted = programs.alone(programs.field, None)
             results = programs.on_mesh(programs.field, record)
@@ -249,6 +252,8 @@ class Search:
             return [Search(programs, record, error.value, wanted, None)]
         except (RedrawError, TooDeepError, UnknownValueError):
             return []
+        finally:
+            programs.field.memory.close()
         if self.index is None:
             return []
         return [Search(programs, record, results[self.index], wanted, self.index)]

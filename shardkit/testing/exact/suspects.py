@@ -24,7 +24,7 @@ from shardkit.testing.exact.rules.operands import Operand
 _HOLDING = ("shard_map", "scan", "while", "cond")
 # How much less likely a mistake is within a function that is called, and in equations that are repaired together: of
 # rounds of a loop or a collective of a tuple, or of a line that only has an equation several times.
-_WITHIN, _IN_ROUNDS, _TOGETHER = 0.25, 0.25, 1.0
+_WITHIN, _IN_ONE_ROUND, _IN_TUPLE, _TOGETHER = 0.25, 0.25, 0.25, 1.0
 # And how much likelier where an integer follows from the index of a device.
 _OF_DEVICE = 0.5
 
@@ -59,12 +59,17 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
     """Equations that may be repaired together, and how unlikely a mistake is there."""
     behind_index = record.find_followers("axis_index")
     loops = _guess_loops(suspects)
-    for numbers in _group_suspects(suspects):
+    groups = list(_group_suspects(suspects))
+    in_loops = {number for numbers in groups if len(numbers) in loops for number in numbers}
+    for numbers in groups:
         calls = [suspects[number] for number in numbers]
         doubt = _WITHIN if calls[0].around else 0.0
-        if len(numbers) > 1:
-            belong_together = len(numbers) in loops or kind_of(calls[0].equation) is not None
-            doubt += _IN_ROUNDS if belong_together else _TOGETHER
+        # Who corrects a line corrects it in all rounds.
+        if len(numbers) == 1 and numbers[0] in in_loops:
+            doubt += _IN_ONE_ROUND
+        elif len(numbers) > 1 and len(numbers) not in loops:
+            belong_together = kind_of(calls[0].equation) is not None
+            doubt += _IN_TUPLE if belong_together else _TOGETHER
         if numbers[0] in behind_index and not isinstance(calls[0].results[0], Exact):
             doubt -= _OF_DEVICE
         yield Suspects(numbers, calls, doubt)

@@ -196,6 +196,19 @@ CASES = {
         "a result that is replicated along 'a' differs between devices. The mistake is at @: with all_gather over 'a' "
         "in place of copies, it is right.",
     ),
+    "the root of another dim": (
+        lambda x: jnp.sin(x) * 3**-0.5, lambda x: jnp.sin(x) * 4**-0.5, A, A,
+        f"{WRONG}. The mistake is at @: with mul of the size 4 in place of 3, it is right.",
+    ),
+    "the first device for the last": (
+        lambda x: jnp.where(lax.axis_index("b") == 0, jnp.sin(x), x),
+        lambda x: jnp.concatenate([x[:4], jnp.sin(x[4:])]), P("b"), P("b"),
+        f"{WRONG}, only where 'b' is 0 or 2. The mistake is at @: with eq of the last device along 'b', it is right.",
+    ),
+    "pairs with rows of the same device": (
+        lambda x: lax.psum(jnp.square(x @ x.T).sum(), "a"), lambda x: jnp.square(x @ x.T).sum(), A, P(),
+        f"{WRONG}. The mistake is at @: with an operand of dot_general that is gathered over 'a', it is right.",
+    ),
     "a sum in place of a maximum": (
         lambda x: jnp.sin(lax.psum(x, "a")), lambda x: jnp.sin(jnp.maximum(x[:3], x[3:])), A, P(),
         f"{WRONG}. The mistake is at @: with the maximum over 'a' in place of psum_invariant, it is right.",

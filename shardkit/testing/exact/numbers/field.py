@@ -96,6 +96,7 @@ class Field:
         inputs: what was drawn, by name.
         elements: by the name of an input, values that its elements must have in this draw.
         coverage: what notes which way comparisons went, if any does.
+        memory: what recalls what a first run computed, if any does.
         numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
             the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
@@ -146,6 +147,7 @@ class Field:
         self.centres: tuple[float, ...] = ()
         self.elements: tuple[Element, ...] = ()
         self.coverage: Any = None
+        self.memory: Any = None
 
         # Laws between numbers that their residues do not show.
         self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
