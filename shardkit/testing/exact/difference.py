@@ -33,7 +33,7 @@ from shardkit.testing.exact.forms import (
 )
 from shardkit.testing.exact.interpreter import DiffersError
 from shardkit.testing.exact.known_values import KNOWN, KNOWN_BEFORE, PASS, KnownValues
-from shardkit.testing.exact.memory import Memory
+from shardkit.testing.exact.memory import StepMemory
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
@@ -67,7 +67,7 @@ def _examine(runs: Runs, index: int, wanted: Exact | None) -> _Difference:
     reference = Record()
     record = Record()
     results = runs.alone(runs.field, reference)
-    memory = Memory()
+    memory = StepMemory()
     runs.field.memory = memory
     try:
         got = runs.on_mesh(runs.field, record)[index]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 
-class Memory:
+class StepMemory:
     """What steps of a run gave, by what they read: arrays are recognized by identity."""
 
     def __init__(self) -> None:

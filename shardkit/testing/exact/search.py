@@ -25,7 +25,7 @@ from shardkit.testing.exact.changed_run import ChangedRun, Previews, find_goal, 
 from shardkit.testing.exact.exchange_repairs import Travel
 from shardkit.testing.exact.interpreter import DiffersError, Seen
 from shardkit.testing.exact.local_repairs import read_instead
-from shardkit.testing.exact.memory import Memory
+from shardkit.testing.exact.memory import StepMemory
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -244,7 +244,7 @@ class Search:
     def _search_again(self, programs: Runs) -> list[Search]:
         """The search in another field, if the programs differ there."""
         record = Record()
-        programs.field.memory = Memory()
+        programs.field.memory = StepMemory()
         try:
             wanted = programs.alone(programs.field, None)
             results = programs.on_mesh(programs.field, record)

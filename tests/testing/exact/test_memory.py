@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shardkit.testing.exact.memory import Memory
+from shardkit.testing.exact.memory import StepMemory
 
 
 def count_calls(memory, step, place, operands):
@@ -13,7 +13,7 @@ def count_calls(memory, step, place, operands):
 
 
 def test_a_step_is_recalled_by_what_it_reads():
-    memory, step, other = Memory(), object(), object()
+    memory, step, other = StepMemory(), object(), object()
     x, y = np.zeros(2), np.zeros(2)
     assert count_calls(memory, step, "", [x]) == 1
     assert count_calls(memory, step, "", [x]) == 0
@@ -25,7 +25,7 @@ def test_a_step_is_recalled_by_what_it_reads():
 
 # Hundreds of runs with changes would each leave their arrays.
 def test_only_the_first_run_is_remembered():
-    memory, step, x = Memory(), object(), np.zeros(2)
+    memory, step, x = StepMemory(), object(), np.zeros(2)
     memory.close()
     assert count_calls(memory, step, "", [x]) == 1
     assert count_calls(memory, step, "", [x]) == 1
