@@ -299,7 +299,7 @@ CASES = [
         grad=0,
     ),
     planted(stein, stein_reference, [floats(4, 2), floats(4, 2) + 1], [ROWS, ROWS], ROWS),
-    planted(patches, patches_reference, [floats(8, 4), floats(4, 3), floats(8, 3)], [SEQ, P(), P()], SEQ),
+    planted(patches, patches_reference, [floats(8, 6), floats(4, 3), floats(12, 3)], [SEQ, P(), P()], SEQ),
     planted(lanczos, lanczos_reference, [floats(4, 4), floats(4)], [ROWS, ROWS], P(), grad=0),
     planted(transposed, transposed_reference, [floats(4, 4), floats(4, 2)], [ROWS, P()], ROWS),
     planted(

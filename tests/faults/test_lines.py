@@ -5,7 +5,7 @@ import pytest
 from faults import lines
 
 # What a run of `python tests/faults/lines.py` found: from these on it has become worse.
-FEWEST = {"development": 35, "held_out": 26, "fresh": 17, "unseen": 19, "third": 17, "fourth": 14, "fifth": 22}
+FEWEST = {"development": 35, "held_out": 26, "fresh": 17, "unseen": 19, "third": 17, "fourth": 14, "fifth": 28}
 HALVES = {
     "development": lines.DEVELOPMENT,
     "held_out": lines.HELD_OUT,
