@@ -80,7 +80,9 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
                 continue
             compare(where, f"the metric {name!r}", actual.metrics.get(name), value, expected.metrics_allowed[name])
         if actual.grads is not None:
-            compare(where, "the gradient of", actual.grads, expected.grads, expected.grads_allowed)
+            compare(
+                where, "the gradient of", actual.grads, expected.grads, expected.grads_allowed, hint=_OF_GRADIENT_ALONE
+            )
         if actual.params is not None:
             compare(where, "the updated parameter", actual.params, expected.params, expected.params_allowed)
             compare(where, "the carried state", actual.carried, expected.carried, expected.carried_allowed)
@@ -330,10 +332,26 @@ def _reads_across_shards(program: Program) -> bool:
     return False
 
 
+_OF_GRADIENT_ALONE = (
+    " The loss is one device's, so the gradient alone may mix a device's examples, as where a GradFn clips by them, or "
+    "the backward pass of a custom_vjp; clip in the optimizer, by optax.clip_by_global_norm."
+)
+
+
 def _compare(
-    where: str, what: str, actual: Any, expected: Any, allowed: Any, *, refused: Callable[[], str] = str
+    where: str,
+    what: str,
+    actual: Any,
+    expected: Any,
+    allowed: Any,
+    *,
+    refused: Callable[[], str] = str,
+    hint: str = "",
 ) -> None:
-    """Refuses values that differ; `refused` says why a first call would refuse the step, or ""."""
+    """Refuses values that differ; `refused` says why a first call would refuse the step, or "".
+
+    `hint` is a further sentence of what to look at.
+    """
     difference = describe_shapes(actual, expected)
     if difference:
         raise AssertionError(
@@ -346,13 +364,13 @@ def _compare(
         return
     reason = refused()
     if not reason:
-        hint = ""
-        if _ignores_scale(actual, expected):
-            hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients"
         reason = (
-            "Check the sums in the loss and the axes over which it varies, and that random numbers come from "
-            f"`keys`{hint}."
+            "Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`"
         )
+        if _ignores_scale(actual, expected):
+            reason += f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients."
+        else:
+            reason += "." + hint
     text = str(gap).replace("the reference", "one device's")
     raise AssertionError(f"{where}: {what}{gap.where} must equal one device's; {text}. {reason}")
 

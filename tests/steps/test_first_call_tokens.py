@@ -287,6 +287,22 @@ def test_a_loss_that_asks_for_its_place_is_compared_with_one_device():
     assert "the loss, which asks for the index of a device along 'context' here, must be the same" in warned(local)
 
 
+# What alone finds a right loss of whole sequences, equal on all devices, that is refused for a sum of equal totals.
+def test_sequences_that_are_pooled_over_all_tokens():
+    def loss(params, batch, keys):
+        count = sk.axis_size("context") * batch["tokens"].shape[1]
+        x = sk.all_reduce(jnp.sum(embedded(params, batch), 1), "context") / count
+        return sk.Mean.of(errors(params, jnp.tanh(x), batch["label"]))
+
+    trained = {}
+    for number, (sizes, plan) in enumerate([({"context": 1}, sk.cp("context")), *PLANS.values()]):
+        step, state, batch = stepped(loss, sizes=sizes, plan=plan)
+        state, metrics = without_a_word(step, state, batch)
+        trained[number] = jax.device_get((metrics["loss"], state.params))
+    for number in (1, 2):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), trained[number], trained[0])
+
+
 def test_a_metric_that_mixes_tokens_is_said_once():
     """Also where it mixes examples too; so does an evaluation."""
 

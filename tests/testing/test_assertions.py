@@ -278,7 +278,9 @@ def test_training_failures_in_full(data8):
     )
     assert "(everywhere 2x one device's); allowed is " in text
     assert text.endswith(
-        ". Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`."
+        ". Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`. The "
+        "loss is one device's, so the gradient alone may mix a device's examples, as where a GradFn clips by them, or "
+        "the backward pass of a custom_vjp; clip in the optimizer, by optax.clip_by_global_norm."
     )
     with value_error("assert_same_training: at least one batch is needed; got none. Pass one for each step."):
         training(mesh=data8, steps=0)

@@ -30,6 +30,10 @@ WANTED = Wanted(
 )
 METRICS = {"loss": np.array(2.0), **WANTED.metrics}
 TAKEN = StepResult(METRICS, TREE, TREE, WANTED.carried, 0)
+ALONE = (
+    " The loss is one device's, so the gradient alone may mix a device's examples, as where a GradFn clips by them, or "
+    "the backward pass of a custom_vjp; clip in the optimizer, by optax.clip_by_global_norm."
+)
 CHECK = "Check the sums in the loss and the axes over which it varies, and that random numbers come from `keys`{hint}."
 SCALED = ", and `scale`, which is 0.5 in a proof and must multiply only the gradients"
 
@@ -75,7 +79,8 @@ def test_what_is_compared_and_within_which_bound(what, bound, name, at, got, wan
         f"step 2: {name} must equal one device's; the largest difference is {abs(2 * bound):.3g}{at}, where it is "
         f"{got} and one device's {wanted}"
     )
-    assert said.endswith(f"; allowed is {abs(bound):.3g}. {CHECK.format(hint='')}")
+    alone = ALONE if name.startswith("the gradient") else ""
+    assert said.endswith(f"; allowed is {abs(bound):.3g}. {CHECK.format(hint='')}{alone}")
 
 
 def test_a_factor_that_is_the_scale_of_a_proof_is_said_to_be():
@@ -85,7 +90,7 @@ def test_a_factor_that_is_the_scale_of_a_proof_is_said_to_be():
     assert said.endswith(CHECK.format(hint=SCALED))
     for other in ({**doubled, "b": TREE["b"]}, {name: 3 * x for name, x in TREE.items()}):
         said = refused(lambda other=other: judged(TAKEN._replace(grads=other)), AssertionError)
-        assert said.endswith(CHECK.format(hint=""))
+        assert said.endswith(CHECK.format(hint="") + ALONE)
 
 
 def test_what_need_not_be_there_and_what_must():

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit._arguments.checks import named, quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import PLAN
+from shardkit._jax.jaxprs import PLAN, TOTALS
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Block, find_line, find_split_axes, format_type
 from shardkit.analysis.rules.program import TracedProgram
@@ -25,6 +25,10 @@ def reductions(program: TracedProgram) -> Iterator[Finding]:
         if block.context.backward or compat.in_backward(equation) or equation.params.get("axis_index_groups"):
             continue
         if compat.in_scope(equation, PLAN):  # shares of a gradient that no example changes are equal, and divided
+            continue
+        # The totals and weights of a step's means, where all are equal along an axis, as of sequences that are pooled
+        # over their tokens: each is counted once for each device, and so are the gradients, which cancels in the mean.
+        if compat.in_scope(equation, TOTALS):
             continue
         for operand in equation.invars:
             finding = _check_operand(block, equation, operand, operation)
