@@ -163,6 +163,8 @@ class Census:
         for axis in axes:
             text.append(f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}")
         text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent per device")
+        if any(row.count is None for row in self.rows):
+            text.append("times ?: inside a while, whose length is not in the program; its body is counted once")
         return "\n".join(text)
 
     def _group_alike(self) -> list[list[CensusRow]]:

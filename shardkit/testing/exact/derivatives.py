@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._jax.jaxprs import walk
+from shardkit._jax.jaxprs import source_line, walk
 from shardkit.meshes.layout import path_name
 from shardkit.testing._compare import is_float
 from shardkit.testing._interpreter import restrict_to_floats
@@ -145,3 +145,15 @@ def _add_forward_derivatives(function: FlatFunction) -> Callable[..., list[Any]]
         return [*values, *derivatives]
 
     return compute_both
+
+
+def find_untiled_exchange(program: Any) -> str:
+    """The line of an untiled all_to_all from one dim to another; "" if there is none.
+
+    jax 0.10 gives its derivative the shape that it has with both dims exchanged, and then refuses it.
+    """
+    for site in walk(program.jaxpr):
+        params = site.equation.params
+        if site.name == "all_to_all" and not params["tiled"] and params["split_axis"] != params["concat_axis"]:
+            return source_line(site.equation)
+    return ""

@@ -19,7 +19,7 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings
 from shardkit.testing.exact.numbers.errors import UnknownValueError
-from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, SCALED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
@@ -34,6 +34,7 @@ class Effort(NamedTuple):
         draws: of real inputs, at least.
         most: of real inputs, where a comparison has not gone both ways.
         kinds: of the draws behind the first.
+        scaled: the kinds of more draws, as long as a comparison has not gone both ways.
         identified: of the draws, in how many it is found out which differences are compared.
         ties: of inputs of which some are equal.
         crossed: of inputs of which single elements are put where a comparison changes.
@@ -45,6 +46,7 @@ class Effort(NamedTuple):
     draws: int
     most: int
     kinds: tuple[str, ...]
+    scaled: tuple[str, ...]
     identified: int
     ties: int
     crossed: int
@@ -62,6 +64,7 @@ def of_kernels(seconds: float) -> Effort:
         draws,
         draws + 8,
         kinds,
+        SCALED,
         4,
         ties=runs // 4,
         crossed=runs // 2,
@@ -74,7 +77,16 @@ def of_kernels(seconds: float) -> Effort:
 # A step takes a second for each of these. Constants are above all positive numbers in order 1, below in order 2, and
 # among them from order 4 on; this sequence has most steps go both ways in the fewest orders.
 STEP = Effort(
-    draws=1, most=1, kinds=("narrow",), identified=1, ties=0, crossed=0, zeros=0, orders=(1, 7, 2, 4), foreign=1
+    draws=1,
+    most=1,
+    kinds=("narrow",),
+    scaled=(),
+    identified=1,
+    ties=0,
+    crossed=0,
+    zeros=0,
+    orders=(1, 7, 2, 4),
+    foreign=1,
 )
 
 
@@ -195,6 +207,9 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
             break
         coverage.identifies = pair.draws < effort.identified
         pair.draw(kind)
+    for kind in effort.scaled:
+        if coverage.open(ORDER):
+            pair.draw(kind)
     coverage.identifies = False
     # Integers that follow from floats, as how many tokens an expert has, are extreme where all rows are alike.
     if effort.ties and coverage.open(INTEGERS):

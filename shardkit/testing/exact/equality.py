@@ -15,6 +15,7 @@ polynomial, but for a chance that `Equality.chance` bounds: with the real primes
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from shardkit.testing._kernels import (
     wrap_kernel,
     wrap_reference,
 )
-from shardkit.testing.exact.derivatives import name_result, trace_with_derivatives
+from shardkit.testing.exact.derivatives import find_untiled_exchange, name_result, trace_with_derivatives
 from shardkit.testing.exact.draws import equal, of_kernels
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
@@ -136,8 +137,8 @@ def assert_equal_for_all_inputs(
         args: the global arguments, a tuple of pytrees of arrays or ShapeDtypeStructs; small shapes prove as much.
         grad: compare gradients too, for unknown cotangents. If a loop has no known end, it compares derivatives along
             an unknown direction instead; they are equal if gradients are.
-        points: the number of random points, at least two. Each one multiplies the chance of a wrong verdict by a tiny
-            factor.
+        points: the number of random points; one is taken as two, which tell a constant from an unknown. Each one
+            multiplies the chance of a wrong verdict by a tiny factor.
         check_vma: as for `jax.shard_map`. Pass False for a foreign kernel without varying types.
 
     Returns:
@@ -192,7 +193,16 @@ def assert_equal_for_all_inputs(
             f"{where}: {describe_mesh(mesh)}, the result must have the reference's structure, shapes and kinds of "
             f"dtype; {difference}. Check out_specs and the gathers."
         )
-    derived = trace_with_derivatives((on_mesh, alone), shapes, expected, grad)
+    try:
+        derived = trace_with_derivatives((on_mesh, alone), shapes, expected, grad)
+    except ValueError as error:
+        line = find_untiled_exchange(jax.make_jaxpr(on_mesh)(*shapes))
+        if not grad or not line:
+            raise
+        raise UnprovableError(
+            f"{where}: an untiled all_to_all must have a split_axis that is its concat_axis, because jax has no "
+            f"derivative of others; the one at {line} has two axes. Pass tiled=True to it, or grad=False here."
+        ) from error
     # A wrong kernel may compute what it should have used. Its line is looked for in the program with what is unused.
     kernel_with_unused = derived.programs[0]
     kernel_program, reference_program = [without_unused(program) for program in derived.programs]
@@ -223,6 +233,8 @@ def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] =
     """The certificate of two programs that were found equal."""
     field = evidence.field
     assumptions = list(assumed)
+    for (value, _), folded in evidence.folded.items():
+        assumptions.append(f"the constant {value:.9g} is {folded.words}, rounded")
     if field.logs:
         assumptions.append(POSITIVE)
     if evidence.decisions:
@@ -248,9 +260,12 @@ def _describe_comparisons(evidence: Evidence) -> tuple[str, ...]:
         if evidence.orders:
             runs += f" and {evidence.orders} random orders"
         sentences.append(f"comparisons: at {lines_in_words}, both ways in {runs}")
+    never: Counter[str] = Counter()
     for decision in evidence.decisions:
         if decision.open:
-            sentences.append(f"never else than {decision.outcome}: {decision.what} at {decision.line}")
+            never[f"never else than {decision.outcome}: {decision.what} at {decision.line}"] += 1
+    for sentence, count in never.items():  # as of a line that both sides run, or that a loop runs in each round
+        sentences.append(sentence if count == 1 else f"{sentence} ({count} comparisons)")
     if not evidence.orders:
         for decision in evidence.foreign:
             place = f"{decision.what} at {decision.line}"

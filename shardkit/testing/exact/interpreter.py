@@ -29,10 +29,12 @@ from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
 from shardkit.testing._interpreter import join_shards, split_shards
+from shardkit.testing.exact.numbers.assembly import join_exact
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.exact_constants import move_constant, note_constants
 from shardkit.testing.exact.rules.exchanges import Devices, apply_collective
 from shardkit.testing.exact.rules.known import compute_known, to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands, move_operand, require_known
@@ -192,7 +194,9 @@ class Interpreter(JaxprInterpreter[Operand]):
             raise
         if equation.primitive.name in _CONTROL_FLOW:
             return results
-        return self._mark_results(equation, operands, results)
+        results = self._mark_results(equation, operands, results)
+        note_constants(Scope(self.field, self.rank, self.around), self.axes, equation, operands, results)
+        return results
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
         if self.seen is None:
@@ -335,7 +339,9 @@ class Interpreter(JaxprInterpreter[Operand]):
             part = np.moveaxis(part, range(count), range(lead, lead + count))
             return part.reshape(*part.shape[:lead], *front, *part.shape[lead + count :])
 
-        return move_operand(x, self.rank, move)
+        piece = move_operand(x, self.rank, move)
+        move_constant(self.field, x, piece, lambda exact: move_operand(exact, self.rank, move))
+        return piece
 
     def _join(self, x: Operand, spec: PartitionSpec, sizes: dict[str, int]) -> Operand:
         """The pieces of all devices as an array; along axes that do not split it, they must be equal."""
@@ -352,7 +358,9 @@ class Interpreter(JaxprInterpreter[Operand]):
             part = np.broadcast_to(part, (*front, *part.shape[count:]))
             return join_shards(part, _shift_spec(spec, lead), sizes)
 
-        return move_operand(x, self.rank, move)
+        array = move_operand(x, self.rank, move)
+        move_constant(self.field, x, array, lambda exact: move_operand(exact, self.rank, move))
+        return array
 
     def _take_first(self, x: Operand, dim: int, what: str) -> Operand:
         """Of values that are equal along a dim in front, one."""
@@ -360,6 +368,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         if x.shape[dim] == 1:
             return x
         first = move_operand(x, 0, lambda part, lead: np.take(part, [0], lead + dim))
+        move_constant(self.field, x, first, lambda exact: exact.move(lambda part: np.take(part, [0], 1 + dim)))
         if isinstance(x, Exact):
             equal = find_equal(self.field, x, first)
         else:
@@ -408,11 +417,20 @@ class Interpreter(JaxprInterpreter[Operand]):
         for rows in zip(*in_order, strict=True):
             join = partial(join_operands, self.field, rows, self.rank, new=True)
             stack = self._recall(equation, "stack", rows, join)
+            self._note_stack(rows, stack)
             self._tell(equation, rows, [stack])
             if any(self.field.marks.follows_floats(x) for x in rows):
                 self.field.marks.add(stack)
             stacks.append(stack)
         return stacks
+
+    def _note_stack(self, rows: Sequence[Operand], stack: Operand) -> None:
+        """Notes of which constants that rounds computed an array consists."""
+        if isinstance(stack, Exact) or not any(x in self.field.computed for x in rows):
+            return
+        self.field.computed.note(
+            stack, rows, lambda: join_exact([self.field.lift(x) for x in rows], self.rank, new=True)
+        )
 
     def _take_row(self, x: Operand, i: int) -> Operand:
         """The piece of an operand that one round of a scan gets."""
@@ -421,6 +439,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         row = np.asarray(np.take(x, i, self.rank))
         if self.field.marks.follows_floats(x):
             self.field.marks.add(row)
+        move_constant(self.field, x, row, lambda exact: exact.row(self.rank, i))
         return row
 
     def while_loop(self, equation: Any, test: Any, body: Any, operands: list[Operand]) -> list[Operand]:

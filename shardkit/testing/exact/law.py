@@ -203,7 +203,8 @@ def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) 
     """
     # A search for a line looks at each value. With the laws of roots a number says of which root of its field it is a
     # multiple, so both sides need the same roots.
-    if seen is not None or field.coverage is None or field.laws_of_roots:
+    # What constants stand for is no setting either.
+    if seen is not None or field.coverage is None or field.laws_of_roots or field.folded:
         return _evaluate_alone(training, steps, field, seen)
     field_and_coverage = (*field.settings, field.coverage.identifies, field.centres)
     results, other = _run_alone_once(training, steps, field_and_coverage)

@@ -7,7 +7,7 @@ certificate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
@@ -23,6 +23,7 @@ from shardkit.testing.exact.difference import describe_difference, describe_reme
 from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import SEEDS, Field
+from shardkit.testing.exact.numbers.folded import Constant, Folded, explain_constants
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.square_roots import remember_roots
 from shardkit.testing.exact.numbers.tower import LEVELS
@@ -63,6 +64,7 @@ class Evidence(NamedTuple):
         alone: by result, in how many of its elements one side alone is outside of the domain of a function, at most,
             and how many it has.
         alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
+        folded: constants that stand for what they were computed of.
     """
 
     field: Field
@@ -75,6 +77,23 @@ class Evidence(NamedTuple):
     no_number: dict[str, tuple[int, int]]
     alone: dict[str, tuple[int, int]]
     alone_at_zeros: dict[str, tuple[int, int]]
+    folded: Mapping[Constant, Folded]
+
+
+class _Results(NamedTuple):
+    """What both sides of one run gave.
+
+    Attributes:
+        pairs: the results of both.
+        equal: of each pair, where it is equal.
+        compared: the field in which they were compared.
+        coverage: the comparisons that count.
+    """
+
+    pairs: list[tuple[Exact, Exact]]
+    equal: list[np.ndarray]
+    compared: Field
+    coverage: Coverage
 
 
 @dataclass
@@ -97,6 +116,7 @@ class ProgramPair:
         alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
         by_laws: whether what draws compare is told apart by the laws of roots, as in programs that are equal by them.
         needs_laws: whether both sides were equal by the laws of roots alone in some run.
+        folded: constants that stand for what they were computed of, because both sides are equal then.
     """
 
     where: str
@@ -122,6 +142,7 @@ class ProgramPair:
     defined: bool = False
     by_laws: bool = False
     needs_laws: bool = False
+    folded: Mapping[Constant, Folded] = attribute(default_factory=dict)
 
     def draw(self, kind: str) -> None:
         """One more draw, which counts unless its values are beyond floats."""
@@ -191,6 +212,7 @@ class ProgramPair:
         field = Field(points, seed, self.shallow, order, kind, scale, self.levels)
         field.coverage, field.centres = self.coverage, tuple(sorted(self.coverage.constants))
         field.elements = tuple(elements)
+        field.folded = self.folded
         return field
 
     def evidence(self) -> Evidence:
@@ -207,6 +229,7 @@ class ProgramPair:
             self.no_number,
             self.alone,
             self.alone_at_zeros,
+            self.folded,
         )
 
     def run(self, points: int, order: int | None = None, kind: str = "") -> None:
@@ -261,6 +284,24 @@ class ProgramPair:
         """Refuses results of the program on the mesh that are not those of the one alone."""
         # What counts is noted where it is compared: the laws of roots change residues, and so which differences are
         # compared with zero, and which of them both sides compare.
+        results = self._run_and_compare(field)
+        if not _are_all(results.equal):
+            folded = self._run_with_folded_constants(field, results)
+            if folded is not None:
+                results = folded
+        pairs, equal, compared, coverage = results
+        alike = True
+        for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
+            alike &= self._compare(compared, index, self.names[index], x, y, mask)
+        if any(_are_outside(x, y).any() for x, y in pairs):  # perhaps it is this that hangs on a tie
+            coverage.forget_ties()
+        self.coverage.merge(coverage)
+        if compared is not field:
+            field.add_notes(compared, (ON_MESH, ALONE))
+        self.defined |= alike and field.order is None and not field.planted
+
+    def _run_and_compare(self, field: Field) -> _Results:
+        """Both programs in a field; where they differ once more, with the laws of roots."""
         field.coverage = self._make_coverage(self.coverage.differences)
         pairs = self._pair_results(field, *self._run_both(field))
         equal = [find_equal(field, x, y) for x, y in pairs]
@@ -282,15 +323,28 @@ class ProgramPair:
                     self.by_laws |= not self.draws + self.orders
                 if compared is with_laws or by_laws:
                     coverage = with_laws.coverage
-        alike = True
-        for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
-            alike &= self._compare(compared, index, self.names[index], x, y, mask)
-        if any(_are_outside(x, y).any() for x, y in pairs):  # perhaps it is this that hangs on a tie
-            coverage.forget_ties()
-        self.coverage.merge(coverage)
-        if compared is not field:
-            field.add_notes(compared, (ON_MESH, ALONE))
-        self.defined |= alike and field.order is None and not field.planted
+        return _Results(pairs, equal, compared, coverage)
+
+    def _run_with_folded_constants(self, field: Field, results: _Results) -> _Results | None:
+        """The same where constants of a side stand for what they were computed of; None if that is not why it differs.
+
+        Only where both sides are equal but for rounding: of a difference of two such constants little would be true.
+        """
+        if field.order is not None:
+            return None
+        if not all(_are_close(field, x, y, _ROUNDS_OF_FLOATS) for x, y in results.pairs):
+            return None
+        on_mesh, alone = [field.constants.get(side, set()) for side in (ON_MESH, ALONE)]
+        folded = explain_constants(on_mesh - alone, alone) or explain_constants(alone - on_mesh, on_mesh)
+        if not folded:
+            return None
+        other = field.with_folded(folded)
+        with suppress(RedrawError, TooDeepError, UnknownValueError):
+            again = self._run_and_compare(other)
+            if _are_all(again.equal):
+                self.folded = other.folded
+                return again
+        return None
 
     def _make_coverage(self, differences: Differences | None = None) -> Coverage:
         """What notes the comparisons of one run."""
@@ -445,15 +499,20 @@ def _find_first_no_number(runs: Runs, x: Exact, y: Exact) -> str:
 
 def _agree(field: Field, x: Exact, y: Exact) -> bool:
     """Whether results that are other numbers have the same real values, but for rounding."""
-    here = (x.poison != OUTSIDE) & (y.poison != OUTSIDE)
-    a, b = x.real[0][here], y.real[0][here]
-    if field.order is not None or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return False
     rounds = _ROUNDS
     if _rounds_apart(field) or field.compiled:
         rounds = _ROUNDS_OF_FLOATS
     elif field.uninterpreted & FACTORS:
         rounds = _ROUNDS_OF_FACTORS
+    return _are_close(field, x, y, rounds)
+
+
+def _are_close(field: Field, x: Exact, y: Exact, rounds: float) -> bool:
+    """Whether real values differ by no more than such a share of the largest one."""
+    here = (x.poison != OUTSIDE) & (y.poison != OUTSIDE)
+    a, b = x.real[0][here], y.real[0][here]
+    if field.order is not None or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return False
     return bool((np.abs(a - b) <= rounds * np.maximum(np.abs(b), np.abs(b).max(initial=0.0))).all())
 
 

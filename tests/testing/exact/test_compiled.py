@@ -278,17 +278,43 @@ def test_a_constant_of_16_bits_is_its_value():
     assert_compiled_equal(jax.jit(drop), draw(3))
 
 
-def test_what_rounds_constants_is_not_decided(mesh):
-    """A product of constants, which XLA rounds to float32, is no proof and no refutation."""
+def test_constants_that_the_compiler_computed_stand_for_what_they_were_computed_of(mesh):
+    """XLA multiplies constants in float32, and the certificate says of which ones."""
 
     def scale(x):
         return (x * np.float32(0.9) ** 7 * np.float32(1.1)) * np.float32(0.37)
 
-    if NEWER:  # whose XLA leaves the three products as they are
+    proof = assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
+    if not NEWER:  # whose XLA leaves the three products as they are
+        assert any("rounded" in sentence and "0.37" in sentence for sentence in proof.assumed)
+
+
+def test_a_chain_of_constants_is_not_decided(mesh):
+    def scale(x):
+        for factor in (0.9, 1.1, 0.37, 1.7, 0.77, 1.3):
+            x = x * np.float32(factor)
+        return x
+
+    if NEWER:
         assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
         return
     with pytest.raises(ValueError, match="not decided"):
         assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
+
+
+def test_two_updates_by_adam():
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def update_twice(params, state, first, second):
+        for gradients in (first, second):
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params = jnp.ones(3)
+    with jax.numpy_dtype_promotion("standard"):  # optax takes a float to the power of an integer
+        assert_compiled_equal(update_twice, params, optimizer.init(params), params, params)
 
 
 TRACED = jax.jit(jnp.sum).trace(np.zeros(3, "f"))

@@ -141,6 +141,38 @@ def test_a_spec_that_does_not_fit_the_mesh_is_said_in_our_words():
             assert_equal_for_all_inputs(jnp.sin, jnp.sin, mesh=MESH, in_specs=specs[0], out_specs=specs[1], args=(X,))
 
 
+def test_an_untiled_exchange_of_two_dims_has_no_derivative():
+    def kernel(x):
+        return lax.all_to_all(x, "data", 0, 1)
+
+    options = {"in_specs": P("data"), "out_specs": P("data"), "args": (np.zeros((16, 3), "f"),)}
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+
+    def reference(x):
+        return x.reshape(4, 4, 3).transpose(1, 2, 0).reshape(12, 4)
+
+    kernels = (lambda x: kernel(x).reshape(3, 4)), reference
+    assert_equal_for_all_inputs(*kernels, mesh=mesh, grad=False, **options)
+    message = refused(lambda: assert_equal_for_all_inputs(*kernels, mesh=mesh, **options))
+    assert message.startswith(f"{WHERE}: an untiled all_to_all must have a split_axis that is its concat_axis")
+    assert (
+        message.endswith("has two axes. Pass tiled=True to it, or grad=False here.") and "test_equality.py:" in message
+    )
+
+
+def test_equal_sentences_of_a_certificate_are_one():
+    def kernel(x):
+        for _ in range(3):
+            x = jnp.where((x > 0).sum() < 100, x * x + x, x)
+        return x
+
+    proof = assert_equal_for_all_inputs(
+        kernel, kernel, mesh=MESH, in_specs=P(None), out_specs=P(None), args=(np.zeros(3, "f"),), grad=False
+    )
+    [sentence] = [sentence for sentence in proof.compared if sentence.startswith("never else than true: lt")]
+    assert sentence.endswith(" comparisons)") and len(set(proof.compared)) == len(proof.compared)
+
+
 REAL = "Pass real and imaginary parts as two arrays, or compare floats with assert_matches_reference."
 INTEGERS = "Compare integers with assert_matches_reference."
 VALUES = {

@@ -25,6 +25,11 @@ def equal(left, right, shape=(4, 3), spec=SPLIT, grad=True):
     return assert_equal_for_all_inputs(left, right, mesh=mesh, in_specs=spec, out_specs=spec, args=args, grad=grad)
 
 
+def one():
+    """1 that is computed, so that what follows from it is computed by the program."""
+    return jnp.ones(())
+
+
 def row_sum(x):
     return x.sum(-1, keepdims=True)
 
@@ -37,6 +42,22 @@ KNOWN = {
     "x/y y/x": (lambda x, y: x / y * (y / x), lambda x, y: jnp.ones_like(x)),
     "a third is a third": (lambda x: x * (1 / 3), lambda x: x / 3),
     "decimals": (lambda x: 0.1 * x + 0.2 * x, lambda x: 0.3 * x),
+    "a sum of constants": (
+        lambda x: x * (0.9 * jax.nn.one_hot(np.arange(3), 3)[:1] + 0.0125),
+        lambda x: x * np.float32([[0.9125, 0.0125, 0.0125]]),
+    ),
+    "a difference of constants": (lambda x: x * (one() - 0.1), lambda x: 0.9 * x),
+    "powers of constants": (lambda x: x / (1 - (0.9 * one()) ** 3), lambda x: x * (1 / (one() - 0.729))),
+    "a quotient by a root of a constant": (lambda x: x / jnp.sqrt(2 * one()), lambda x: x * (1 / jnp.sqrt(2 * one()))),
+    "a thousand tenths": (lambda x: x * (0.1 * jnp.ones(1000)).sum(), lambda x: 100 * x),
+    "constants of a loop": (
+        lambda x: x * lax.scan(lambda c, y: (c * 0.9 + y, c), one(), 0.9 * jnp.ones(3) + 0.0125)[1][-1],
+        lambda x: x * 2.54375,
+    ),
+    "constants of devices": (
+        lambda x: x * lax.psum(0.9 * jnp.ones(7) + 0.0125, "data").sum(),
+        lambda x: x * 12.775,
+    ),
     "softmax less its largest": (jax.nn.softmax, lambda x: jnp.exp(x) / row_sum(jnp.exp(x))),
     "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), lambda x: jnp.log(jnp.exp(x).sum(-1))),
     "log_softmax": (jax.nn.log_softmax, lambda x: jnp.log(jax.nn.softmax(x))),
@@ -148,6 +169,64 @@ def test_it_does_not_decide_what_one_side_alone_compares(name):
     message = refused(lambda: equal(left, right, grad=False))
     assert "not decided at " in message and "only one side makes this comparison" in message
     equal(left, left)
+
+
+def clip_by_norm(x, axis=None):
+    """Rows by integers of floats, so that no order can decide, and clipped by the norm of all of them."""
+    squares = (x * x).sum()
+    if axis:
+        squares = lax.psum(squares, axis)
+    factor = jnp.minimum(1.0, 1 / jnp.sqrt(squares))
+    return x * factor * (x * 3).astype(int).astype("f")
+
+
+# proves N49: a norm is smaller than its bound in a draw of which all inputs are tiny
+def test_a_clip_by_a_global_norm():
+    proof = equal(lambda x: clip_by_norm(x, "data"), lambda x: clip_by_norm(x), shape=(16, 8))
+    assert not any("never else" in sentence for sentence in proof.compared)
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        equal(lambda x: clip_by_norm(x), lambda x: clip_by_norm(x), shape=(16, 8))
+
+
+# One side has a constant that Python computed, rounded to float32: the certificate says what it stands for.
+@pytest.mark.parametrize(
+    ("left", "right", "words"),
+    [
+        (lambda x: x * (0.9 * one() + 0.1 / 50257), lambda x: x * (0.9 + 0.1 / 50257), "1.989772e-06 + 0.9"),
+        (lambda x: x * 0.123 * 0.777 * 3, lambda x: x * np.float32(0.123 * 0.777) * 3, "0.123 * 0.777"),
+        (lambda x: x * np.float32(np.float32(0.123) * np.float32(0.777)), lambda x: x * 0.123 * 0.777, "0.123 * 0.777"),
+    ],
+)
+def test_a_constant_that_stands_for_what_it_was_computed_of(left, right, words):
+    assert any(f"is {words}, rounded" in sentence for sentence in equal(left, right).assumed)
+
+
+# Float32 rounds each to the other side, and so does nothing that is computed exactly.
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda x: x * (one() + 1e-8), lambda x: x),
+        (lambda x: x * (one() + 1e-8 * one()), lambda x: one() * x),
+        (lambda x: x / (jnp.sqrt(x * x) + 1e-8 * one()), lambda x: x / jnp.sqrt(x * x)),
+        (lambda x: x * (one() - 0.9999999), lambda x: 1e-7 * x),
+        (lambda x: jnp.clip(x, 1e-7, one() - 1e-7), lambda x: jnp.clip(x, 1e-7, 1.0)),
+        (lambda x: jnp.where(x > 1 + 1e-7 * one(), x, 0), lambda x: jnp.where(x > 1, x, 0)),
+        (lambda x: x * (0.1 * jnp.ones(1000)).sum(), lambda x: 99.999 * x),
+        (lambda x: x * ((one() + 1e-8) - 1) * 1e8, lambda x: 0 * x),
+        (lambda x: x * (1e8 * one() + 1 - 1e8), lambda x: 0 * x),
+        # Constants that are nearly others: none stands for another, and none is left out of a difference.
+        (lambda x: 0.9999999 - x, lambda x: 1 - x),
+        (lambda x: jnp.clip(x, 1e-7, 0.9999999), lambda x: jnp.clip(x, 1e-7, 1.0)),
+        (lambda x: x * 0.123 * 0.777, lambda x: x * (1 + 3e-7) * np.float32(0.123 * 0.777)),
+        (
+            lambda x: (x * 0.123 * 0.777 - x * np.float32(0.123 * 0.777)) * 1e8,
+            lambda x: (x * 0.123 * 0.777 - x * 0.123 * 0.777) * 1e8,
+        ),
+    ],
+)
+def test_what_float32_rounds_away_is_no_law(wrong, right):
+    message = refused(lambda: equal(wrong, right), (AssertionError, ValueError))
+    assert "is not the reference's for all inputs" in message or "not decided" in message
 
 
 def test_a_difference_is_no_missing_identity():

@@ -14,7 +14,7 @@ import numpy as np
 
 # What is at least as large stands for infinity in a mask.
 LEAST_INFINITE = 1e9
-_LARGEST_DENOMINATOR = 2**14
+LARGEST_DENOMINATOR = 2**14
 _MOST_DIGITS = 3
 
 
@@ -26,7 +26,7 @@ def simplest(value: float, dtype: Any) -> Fraction:
     # 0.33333334 is 11184811 / 33554432. Of the fractions with a denominator up to 1, 2, 4, ... the first that rounds
     # to it in the dtype is 1/3.
     exact = Fraction(value)
-    for bits in range(_LARGEST_DENOMINATOR.bit_length()):
+    for bits in range(LARGEST_DENOMINATOR.bit_length()):
         fraction = exact.limit_denominator(1 << bits)
         if _round_alike(float(fraction), value, dtype):
             return fraction

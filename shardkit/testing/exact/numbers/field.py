@@ -28,15 +28,17 @@ the logarithm of a number that happens to be negative, is told apart: nothing is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from shardkit.testing.exact.numbers.computed import Computations
 from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError
+from shardkit.testing.exact.numbers.folded import Constant, Folded
 from shardkit.testing.exact.numbers.marks import Marks
 from shardkit.testing.exact.numbers.residues import Residues
 from shardkit.testing.exact.numbers.roots import NO_ROOT, Roots
@@ -57,6 +59,8 @@ from shardkit.testing.exact.numbers.values import (
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 MIXED = "mixed"  # of which each element is one of the kinds
 SIMILAR = "similar"  # of which rows, columns or all elements are one of the kinds, and differ by little
+# All inputs are of one size: a norm of a hundred of them is then smaller, or larger, than what it is clipped to.
+SCALED = ("tiny", "large", "tiniest")
 # Kinds that plant equal rows or elements, zeros, or crossings. A division by zero is then the draw's, not the
 # program's, and gradients are not compared: the derivative of a maximum of equal numbers is a matter of convention.
 CROSSED = "crossed"  # inputs are put where a comparison changes its answer
@@ -74,13 +78,14 @@ class Field:
         residues: the primes and the points, with the arithmetic of residues.
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: what the inputs of a draw are, one of KINDS or PLANTED, or MIXED, SIMILAR, "narrow"; "" for one of KINDS
-            for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison changes its
-            answer (a maximum of equal numbers), and the others are of the other kind.
+        kind: what the inputs of a draw are, one of KINDS, PLANTED or SCALED, or MIXED, SIMILAR, "narrow"; "" for one
+            of KINDS for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison
+            changes its answer (a maximum of equal numbers), and the others are of the other kind.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
         settings: the arguments it was made of.
         marks: which integers follow from floats.
+        computed: which float constants the programs computed, and how.
         uninterpreted: the functions that were applied without a law, by name.
         rounded: the functions of constants that were computed in floats, as log(2), in words.
         rounded_values: their values, by the side of the comparison that computed them.
@@ -91,6 +96,8 @@ class Field:
         exps: whether an exp was taken.
         domains: whether a logarithm, or a root, was taken of what may be outside of its domain for other inputs.
         chances: whether random bits of keys were used, which differ from draw to draw.
+        folded: constants that stand for what they were computed of, by value and dtype.
+        constants: by side, the constants that became numbers of the field, by value and dtype.
         compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: what was drawn, by name.
@@ -132,6 +139,7 @@ class Field:
 
         # What the run has seen, which certificates and further draws read.
         self.marks = Marks()
+        self.computed = Computations()
         self.uninterpreted: set[str] = set()
         self.rounded: set[str] = set()
         self.rounded_values: dict[int, set[float]] = {}
@@ -142,6 +150,8 @@ class Field:
         self.exps = False
         self.domains = False
         self.chances = False
+        self.folded: Mapping[Constant, Folded] = {}
+        self.constants: dict[int, set[Constant]] = {}
         self.compiled = False
         self.inputs: dict[str, Exact] = {}
         self.centres: tuple[float, ...] = ()
@@ -250,6 +260,9 @@ class Field:
         self.compared += other.compared
         self.deepest = max(self.deepest, other.deepest)
         self.outside = self.outside or other.outside
+        self.computed.merge(other.computed)
+        for side in sides:
+            self.constants[side] = set(other.constants.get(side, ()))
 
     def settle(self, x: Exact) -> Exact:
         """The same array, with one number for what is truly infinite, and with zero for what is no number.
@@ -292,20 +305,37 @@ class Field:
         other = Field(points, seed, shallow, order, kind, scale, levels, laws_of_roots=True)
         other.centres = self.centres
         other.elements = self.elements
+        other.folded = self.folded
         # The other field reads degrees of this one's roots, which name divisions by their numbers: it counts on from
         # them, so that a division of its own gets no number twice.
         other._divisions = self._divisions
+        return other
+
+    def with_folded(self, folded: Mapping[Constant, Folded]) -> Field:
+        """The same field without what it has noted, in which some constants stand for what they were computed of."""
+        other = Field(*self.settings)
+        other.centres = self.centres
+        other.elements = self.elements
+        other.folded = {**self.folded, **folded}
         return other
 
     # Constants
 
     def lift(self, x: Any) -> Exact:
         """A constant array of floats, integers or booleans."""
+        computed = self.computed.find(x)
+        if computed is not None:
+            return computed
+        return self.lift_rounded(x)
+
+    def lift_rounded(self, x: Any) -> Exact:
+        """A constant array as it is, also if the program computed it."""
         x = np.asarray(x)
         if x.size > _MOST_KEPT:
             return self._lift(x)
         # A mask of a step is lifted hundreds of times: small constants are kept.
-        key = (x.tobytes(), str(x.dtype), x.shape)
+        side = None if self.coverage is None else self.coverage.side
+        key = (side, x.tobytes(), str(x.dtype), x.shape)
         if key not in self._lifted:
             self._lifted[key] = self._lift(x)
         return self._lifted[key]
@@ -344,6 +374,8 @@ class Field:
     def _find_constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
         """The residues of a constant, and the real number that it stands for."""
         key = (value.item(), str(dtype))
+        if self.coverage is not None:
+            self.constants.setdefault(self.coverage.side, set()).add(key)
         if key not in self._constants:
             self._constants[key] = self._make_constant(value, dtype)
         return self._constants[key]
@@ -355,7 +387,10 @@ class Field:
         if np.isinf(np.asarray(value, np.float64)):
             return self.residues.infinity(float(value) < 0), float(value)
         # n / d is n times the inverse of d, modulo each prime.
-        if jnp.issubdtype(dtype, jnp.floating):
+        folded = self.folded.get((value.item(), str(dtype)))
+        if folded is not None:
+            ratio = folded.ratio
+        elif jnp.issubdtype(dtype, jnp.floating):
             ratio = simplest(float(value), dtype)
         else:
             ratio = Fraction(int(value))

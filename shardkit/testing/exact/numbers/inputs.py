@@ -17,7 +17,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, SIMILAR, Field
 from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 
-_WIDTHS = {"wide": 16.0, "narrow": 0.1}
+_WIDTHS = {"wide": 16.0, "narrow": 0.1, "tiny": 1e-3, "tiniest": 1e-6, "large": 1e3}
 _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are drawn as
 
 

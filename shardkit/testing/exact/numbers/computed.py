@@ -1,0 +1,92 @@
+"""Float constants that a program computes, with the exact values of what it computed.
+
+A known float is computed in float32, as a device does it, because it may decide a branch or be an index. As a number of
+the field that would be one too many: `0.9 * 1 + 0.0125` is 0.91249996 in float32, and 0.9125 is 0.9125. So what is
+computed of constants by sums, products and quotients is computed in the field too, where it meets an unknown. There it
+is 73/80, and so is 0.9125, which is the simplest rational that rounds to it.
+
+A number is no other one for that: 1 + 1e-8 is 1 in float32, and is not 1 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.constants import LEAST_INFINITE
+from shardkit.testing.exact.numbers.values import Exact
+
+_LARGEST_WHOLE = 2**24  # up to which float32 has all whole numbers
+
+
+@dataclass
+class ComputedConstant:
+    """How a constant was computed.
+
+    Attributes:
+        result: in float32; kept, so that no other array has its id.
+        operands: the constants that it was computed of.
+        compute: computes it in the field.
+        exact: what that gave; None as long as nothing asked for it.
+    """
+
+    result: np.ndarray
+    operands: Sequence[Any]
+    compute: Callable[[], Exact]
+    exact: Exact | None = None
+
+
+class Computations:
+    """The float constants that a run has computed, by their identity."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, ComputedConstant] = {}
+
+    def __contains__(self, x: Any) -> bool:
+        return id(x) in self._by_id
+
+    def note(self, result: np.ndarray, operands: Sequence[Any], compute: Callable[[], Exact]) -> None:
+        """Notes how a constant was computed; it is computed in the field when it is asked for."""
+        self._by_id.setdefault(id(result), ComputedConstant(result, operands, compute))
+
+    def find(self, x: Any) -> Exact | None:
+        """The exact value of a constant; None for one that the program did not compute."""
+        if id(x) not in self._by_id:
+            return None
+        # A loop may have computed it of thousands that came before it: no recursion.
+        waiting = [self._by_id[id(x)]]
+        while waiting:
+            computation = waiting[-1]
+            missing = []
+            for operand in computation.operands:
+                earlier = self._by_id.get(id(operand))
+                if earlier is not None and earlier.exact is None:
+                    missing.append(earlier)
+            if missing:
+                waiting += missing
+                continue
+            if computation.exact is None:
+                computation.exact = computation.compute()
+            waiting.pop()
+        return self._by_id[id(x)].exact
+
+    def merge(self, other: Computations) -> None:
+        """Adds the constants that another run has computed in a field of like settings."""
+        for key, computation in other._by_id.items():
+            self._by_id.setdefault(key, computation)
+
+
+def are_numbers(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether constants are finite, and none stands for infinity."""
+    return all(bool((np.abs(x) < LEAST_INFINITE).all()) for x in arrays if x.dtype.kind == "f")
+
+
+def are_whole(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether constants are whole numbers that float32 has, as masks and counts are: their sums are not rounded."""
+    for x in arrays:
+        if x.dtype.kind == "f" and not ((x == np.rint(x)) & (np.abs(x) <= _LARGEST_WHOLE)).all():
+            return False
+    return True

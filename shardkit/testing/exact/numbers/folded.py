@@ -1,0 +1,148 @@
+"""Constants that a compiler, or Python, computed in floats before a proof sees them.
+
+XLA makes `x * (0.9 * 0.9)` of `(x * 0.9) * 0.9`, and writes 0.80999994, which is 0.9 * 0.9 in float32 and no simple
+rational. So a constant of one side that is neither simple nor one of the other side's may stand for what it was
+computed of: constants of the other side, by one or two operations, each rounded to its dtype. The search is for equal
+bits. A constant that is one unit in the last place off, as 0.9999999 for 1, stands for no other.
+
+Whatever the search finds, a certificate names it: with this number, which rounds to the constant, both sides are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.constants import LARGEST_DENOMINATOR, simplest
+
+_MOST_CONSTANTS = 40  # of which others are computed
+_MOST_FOLDED = 64
+_OPERATIONS = {"*": np.multiply, "/": np.divide, "+": np.add, "-": np.subtract}
+Constant = tuple[float, str]  # the value and its dtype
+
+
+class Folded(NamedTuple):
+    """What a constant stands for.
+
+    Attributes:
+        ratio: the exact value.
+        words: how it is computed, as "0.9 * 0.9".
+    """
+
+    ratio: Fraction
+    words: str
+
+
+def explain_constants(constants: Iterable[Constant], others: Iterable[Constant]) -> dict[Constant, Folded]:
+    """Of constants that are no simple rationals, what they were computed of, for those where that is found."""
+    odd = []
+    for value, dtype in sorted(constants):
+        if np.isfinite(value) and _is_odd(value, dtype):
+            odd.append((value, dtype))
+    if not odd or len(odd) > _MOST_FOLDED:
+        return {}
+    folded = {}
+    for dtype in {dtype for _, dtype in odd}:
+        leaves = {1.0}
+        for value, other_dtype in others:
+            if other_dtype == dtype and np.isfinite(value) and value != 0:
+                leaves.add(abs(value))
+        if len(leaves) > _MOST_CONSTANTS:
+            continue
+        table = _Table(sorted(leaves), dtype)
+        for value, other_dtype in odd:
+            found = table.find(value) if other_dtype == dtype else None
+            if found is not None:
+                folded[value, dtype] = found
+    return folded
+
+
+def _is_odd(value: float, dtype: str) -> bool:
+    """Whether a float stands for itself, because no simple rational rounds to it."""
+    exact = Fraction(value)
+    if np.dtype(dtype).kind != "f" or exact.denominator <= LARGEST_DENOMINATOR:
+        return False
+    return simplest(value, np.dtype(dtype)) == exact
+
+
+class _Table:
+    """What one operation gives of any two constants, and one more of that and a third, in floats.
+
+    XLA rounds each operation to the dtype. Python computes in float64, of what is not rounded yet, and rounds once.
+    """
+
+    def __init__(self, leaves: list[float], dtype: str):
+        self.dtype = np.dtype(dtype)
+        self.leaves = leaves
+        self.once: list[tuple[float, str, float]] = []
+        for a in leaves:
+            for b in leaves:
+                for name in _OPERATIONS:
+                    self.once.append((a, name, b))
+        self.values = [self._compute_all(self.dtype), self._compute_all(np.dtype(np.float64))]
+
+    def _compute_all(self, dtype: Any) -> np.ndarray:
+        values = []
+        for a, name, b in self.once:
+            values.append(_OPERATIONS[name](self._round(a, dtype), self._round(b, dtype)))
+        return np.array(values, dtype)
+
+    def _round(self, leaf: float, dtype: Any) -> Any:
+        """A constant as it is computed with in a dtype: in its own as it is, in float64 as what it stands for."""
+        if dtype == self.dtype:
+            return dtype.type(leaf)
+        return dtype.type(float(self._exact(leaf)))
+
+    def find(self, value: float) -> Folded | None:
+        """What a constant, but for its sign, was computed of; with one operation if that gives it."""
+        size = self.dtype.type(abs(value))
+        sign = -1 if value < 0 else 1
+        for once in self.values:
+            places = self._find_equal(once, size)
+            if len(places):
+                return _with_sign(self._compute_once(int(places[0])), sign)
+        for once in self.values:
+            for leaf in self.leaves:
+                for name, apply in _OPERATIONS.items():
+                    with np.errstate(all="ignore"):
+                        twice = apply(once, self._round(leaf, once.dtype))
+                    places = self._find_equal(twice, size)
+                    if len(places):
+                        first = self._compute_once(int(places[0]))
+                        ratio = _apply(name, first.ratio, self._exact(leaf))
+                        return _with_sign(Folded(ratio, f"({first.words}) {name} {_show(leaf)}"), sign)
+        return None
+
+    def _find_equal(self, values: np.ndarray, size: Any) -> np.ndarray:
+        return np.flatnonzero(np.abs(values).astype(self.dtype) == size)
+
+    def _compute_once(self, place: int) -> Folded:
+        a, name, b = self.once[place]
+        return Folded(_apply(name, self._exact(a), self._exact(b)), f"{_show(a)} {name} {_show(b)}")
+
+    def _exact(self, value: float) -> Fraction:
+        return simplest(value, self.dtype)
+
+
+def _apply(name: str, x: Fraction, y: Fraction) -> Fraction:
+    if name == "*":
+        return x * y
+    if name == "/":
+        return x / y
+    if name == "+":
+        return x + y
+    return x - y
+
+
+def _with_sign(folded: Folded, sign: int) -> Folded:
+    """The same with the sign that a constant has."""
+    if (folded.ratio < 0) == (sign < 0):
+        return folded
+    return Folded(-folded.ratio, f"-({folded.words})")
+
+
+def _show(value: Any) -> str:
+    return f"{value:.7g}"

@@ -1,0 +1,109 @@
+"""Which float constants of a program are computed in the field too, and by which rules (`numbers/computed.py`).
+
+Worked example: `0.9 * one_hot + 0.0125` of known labels. Both operations are of constants, and numpy computes them in
+float32. What they are in the field is computed by the rules for `mul` and `add` once the sum meets an unknown, as in a
+product with logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardkit._jax.primitives import registered
+from shardkit.testing.exact.numbers.computed import are_numbers, are_whole
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.values import Exact, build_facts
+from shardkit.testing.exact.rules.exchanges import apply_collective
+from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE
+from shardkit.testing.exact.rules.operands import Known, Operand
+from shardkit.testing.exact.rules.primitive_rules import apply_rule
+from shardkit.testing.exact.rules.scope import Scope
+
+# What the field computes exactly.
+_ARITHMETIC = {
+    "add",
+    "add_any",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "square",
+    "integer_pow",
+    "pow",
+    "one_minus_square",
+    "reduce_sum",
+    "reduce_prod",
+    "cumsum",
+    "cumprod",
+    "dot_general",
+}
+# What moves constants that were computed, beside collectives.
+_MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, "concatenate", "stack", "convert_element_type", "copy", "copy_p"}
+_EXTREMES = ("maximum", "minimum")
+_LARGEST_POWER = 1024
+
+
+def note_constants(
+    scope: Scope, axes: Mapping[str, int], equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
+) -> None:
+    """Notes how an equation computed a float constant, if float32 may have rounded it or what it was computed of."""
+    if len(results) != 1 or any(isinstance(x, Exact) for x in (*operands, *results)):
+        return
+    result = results[0]
+    if result.dtype.kind != "f" or any(result is x for x in operands):
+        return
+    name = equation.primitive.name
+    row = registered(name)
+    computed = scope.field.computed
+    if name in _ARITHMETIC or (row.kind is not None and row.reduces not in _EXTREMES):
+        arrays = [*operands, result]
+        follows_computed = any(x in computed for x in operands)
+        if not are_numbers(arrays) or (are_whole(arrays) and not follows_computed):
+            return
+        if name == "pow" and not _is_whole_power(operands[1]):
+            return
+    elif name not in _MOVES or not any(x in computed for x in operands):
+        return
+    computed.note(result, operands, partial(_compute, scope, axes, equation, operands, result))
+
+
+def _is_whole_power(exponent: Known) -> bool:
+    """Whether all elements of a known exponent are the same whole number, for which pow is a product."""
+    first = exponent.flat[0] if exponent.size else 0
+    return bool((exponent == first).all() and first == np.rint(first) and abs(first) <= _LARGEST_POWER)
+
+
+def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Sequence[Known], result: Known) -> Exact:
+    """What an equation computes of constants, in the field."""
+    field = scope.field
+    name = equation.primitive.name
+    lifted: list[Operand] = []
+    for number, x in enumerate(operands):
+        is_exponent = name == "pow" and number == 1
+        lifted.append(x if x.dtype.kind != "f" or is_exponent else field.lift(x))
+    try:
+        if registered(name).kind is not None:
+            [exact] = apply_collective(field, axes, equation, lifted)
+        else:
+            [exact] = apply_rule(scope, equation, lifted)
+    except UnsupportedError:
+        return field.lift_rounded(result)
+    if name in _MOVES:
+        return exact
+    # The rules know little of the sign of a sum, and a constant has one.
+    zero = field.is_zero(exact)
+    real = np.where(zero, 0.0, exact.real)
+    sign = np.where(real[0] < 0, -1, 1)
+    return replace(exact, facts=build_facts(exact.shape, sign, poison=exact.poison), real=real)
+
+
+def move_constant(field: Field, x: Operand, result: Operand, move: Callable[[Exact], Exact]) -> None:
+    """Notes that a known array was moved out of another by no equation, as the piece of a device is."""
+    if not isinstance(x, Exact) and result is not x and x in field.computed:
+        field.computed.note(result, [x], lambda: move(field.lift(x)))
