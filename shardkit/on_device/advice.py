@@ -1,7 +1,7 @@
-"""What a traced step shows to be unintended: a loss that is another number on each mesh, an axis that does nothing.
+"""Mistakes that a traced step shows: a loss that is another number on each mesh, a mesh axis that does nothing.
 
-`make_train_step` warns of them, and `lint` has a rule for each. jax's varying types say where a value may differ only
-if check_vma is on; without it none is found.
+`make_train_step` warns of them, and `lint` has a rule for each. They are read from jax's varying types, which say over
+which axes a value may differ: without check_vma there are no types, and no mistake is noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONTRACTIONS = {"reduce_sum", "dot_general"}
 
 
 class Remark(NamedTuple):
-    """The rule of `lint` that names it, what is unintended, the line, and what to do instead."""
+    """A mistake: the rule of `lint` that names it, what is unintended, the line, and what to do instead."""
 
     rule: str
     message: str
@@ -39,13 +39,13 @@ class _Fact(NamedTuple):
     """What is known of a value on one device."""
 
     differs: Axes = frozenset()  # mesh axes over which it may differ
-    reduced: Axes = frozenset()  # those over which the loss made it equal, or cast it, as a share of each device
-    given: bool = False  # whether it depends on an argument; if not, it is a constant
-    factor: float = math.nan  # of a constant its value, else the product of its known ones; no share is divided off
+    reduced: Axes = frozenset()  # axes over which the loss made it equal, or cast it to say that it is a device's share
+    from_argument: bool = False  # whether it depends on an argument; if not, it is a constant
+    factor: float = math.nan  # a constant's value, or the product of the constants by which a value was multiplied
     total: bool = False  # whether it is a sum over this device's examples, as a number of those that a mask keeps
-    # the axes and the line of each division by such a sum that it is linear in
+    # the quotients by such a sum in which it is linear: the axes over which the sum differs, and the line
     divided: frozenset[tuple[Axes, str]] = frozenset()
-    # what is the same on all devices, and was added to what differs between them: the axes, the line and the factor
+    # the terms that are the same on all devices and were added to a term that differs: kind, axes, line and factor
     terms: frozenset[tuple[str, Axes, str, float]] = frozenset()
 
 
@@ -53,11 +53,14 @@ _ALIKE = {
     "a term of the total": "Weight it, mean.total + mean.weight * term, or return mean + sk.Mean(term, 1).",
     "the weight": "Divide the total by it, and count the examples, sk.Mean(total / value, count).",
 }
-_ARGUMENT = _Fact(given=True, factor=1.0)
+_ARGUMENT = _Fact(from_argument=True, factor=1.0)
 
 
 def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
-    """What is summed over devices though each has divided it, over axes of so many sums, or all have it alike."""
+    """Two mistakes in the loss of a step: a sum of each device's quotients, and a term that all devices have and sum.
+
+    A sum of quotients counts only along axes over which the program has at least `sums` reductions.
+    """
     reader = _StepReader()
     reader.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars))
     reductions = [site.equation for site in walk(jaxpr) if kind_of(site.equation) in ("all_reduce", "reduce_scatter")]
@@ -76,7 +79,7 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
 
 
 class _StepReader(JaxprInterpreter[_Fact]):
-    """Follows a traced step; collects the quotients that are summed, by line, and what all devices have alike.
+    """Follows a traced step; collects the summed quotients by line, and a remark for each term that all devices share.
 
     Worked example: `jnp.sum(x) / jnp.sum(mask)` of this device's examples, with `x` and `mask` split over "data". Both
     sums differ over "data", and the divisor is a `total`: the quotient has `divided` = {({"data"}, line)}. The step
@@ -122,7 +125,10 @@ class _StepReader(JaxprInterpreter[_Fact]):
         return [fact] * len(equation.outvars)
 
     def _run_inner(self, equation: Any, operands: list[_Fact], shared: list[_Fact]) -> list[_Fact]:
-        """What all turns of a loop share is followed; they may be examples, each with its own divisor."""
+        """Follows inner programs. Of a loop only `shared` operands are followed, which are the same in all its turns.
+
+        A turn may be an example that divides by a sum of its own, as a mean over its tokens: that is no mistake.
+        """
         fact = _combine(equation, operands)
         for program in compat.inner_programs(equation):
             jaxpr = getattr(program, "jaxpr", program)
@@ -131,7 +137,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         return [_varying_too(fact, variable) for variable in equation.outvars]
 
     def _send(self, equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
-        """What a collective returns. A quotient that it sums over devices is remembered."""
+        """The fact of a collective's result. A quotient that it sums over devices is recorded."""
         axes = frozenset(mesh_axes(equation))
         kind = kind_of(equation)
         if kind == "all_reduce":
@@ -141,15 +147,15 @@ class _StepReader(JaxprInterpreter[_Fact]):
                         self.quotients[line] = differs & axes
         if kind == "ppermute":
             return fact
-        # A leaf that the plan gathers is as one that every device holds.
+        # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
         of_the_plan = compat.in_scope(equation, PLAN)
         reduced = fact.reduced if of_the_plan else fact.reduced | axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:
-        """Remembers what all devices have alike of a Mean, and sum: it counts once for each of them."""
+        """Records the terms and the weight of a Mean that all devices share and sum: each device counts them again."""
         weight_axes: Axes = frozenset()
-        if weight.given:
+        if weight.from_argument:
             weight_axes = total.differs - weight.differs - weight.reduced
         line = own_line(compat.user_frames(equation))
         divisor = ("the weight", weight_axes, line, weight.factor)
@@ -172,17 +178,17 @@ def _combine(equation: Any, ins: list[_Fact]) -> _Fact:
     differs = _union(fact.differs for fact in ins)
     if name == "axis_index":
         differs |= axes
-    given = any(fact.given for fact in ins)
+    from_argument = any(fact.from_argument for fact in ins)
     reduced = _union(fact.reduced for fact in ins)
-    # A cast that the loss makes says that it is a share of each device.
-    if registered(name).cast and given and not compat.in_scope(equation, PLAN):
+    # By a cast, a loss says that the value is this device's share.
+    if registered(name).cast and from_argument and not compat.in_scope(equation, PLAN):
         reduced |= axes
-    factor = 1.0 if given and name != "div" else math.nan
-    return _Fact(differs, reduced, given, factor)
+    factor = 1.0 if from_argument and name != "div" else math.nan
+    return _Fact(differs, reduced, from_argument, factor)
 
 
 def _varying_too(fact: _Fact, variable: Any) -> _Fact:
-    """The fact, of a value that varies over further axes by its type."""
+    """The fact of a value whose type says that it varies over further axes."""
     return fact._replace(differs=fact.differs | compat.varying_axes(variable.aval))
 
 
@@ -210,10 +216,14 @@ def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
 
 
 def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
-    """The fact with the factor and the terms: a sum of scalars may add one, and a product keeps those it has."""
+    """The fact with its factor and terms: a sum of scalars may add a term, a product keeps the terms of its operands.
+
+    Worked example: `mean.total + 0.1 * penalty`, of which the total differs over "data" and the penalty, of whole
+    weights, does not. The sum has the term ("a term of the total", {"data"}, line, 0.1).
+    """
     name = equation.primitive.name
     terms = _union(operand.terms for operand in ins)
-    if name in VIEWS or registered(name).cast or name == "neg" or (name == "reduce_sum" and fact.given):
+    if name in VIEWS or registered(name).cast or name == "neg" or (name == "reduce_sum" and fact.from_argument):
         return fact._replace(factor=ins[0].factor, terms=terms)
     if name == "mul":
         if all(operand.differs for operand in ins):
@@ -225,22 +235,24 @@ def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
     is_scalar = not equation.outvars[0].aval.shape
     for term, other in ((first, second), (second, first)):
         axes = other.differs - term.differs - term.reduced
-        if axes and term.given and is_scalar:
+        if axes and term.from_argument and is_scalar:
             terms |= {("a term of the total", axes, source_line(equation), term.factor)}
-    return fact._replace(factor=first.factor if first.given else second.factor, terms=terms)
+    return fact._replace(factor=first.factor if first.from_argument else second.factor, terms=terms)
 
 
 def _counts_each_time(factor: float, weight: _Fact, devices: int) -> bool:
-    """Whether a term of this factor is neither weighted nor a share of one device, as far as its digits tell."""
+    """Whether a term with this factor counts once on each device, as far as the digits of the factor tell."""
+    # Somebody who divides a term by the number of devices leaves more digits: 0.1 over 8 devices becomes 0.0125, and
+    # times 8 it has fewer digits again. 0.1 itself times 8 is 0.8, which has no fewer: it was not divided.
     # Beside a constant weight, as 32 examples, 0.0032 may be 32 times 0.0001; 0.0001 is not 32 times 0.000003125.
     digits = _count_digits(factor)
-    if weight.given:
+    if weight.from_argument:
         return 0 < digits <= _count_digits(factor * devices)
     return digits == 1 and _count_digits(factor / (weight.factor or 1)) > 2
 
 
 def _count_digits(x: float) -> int:
-    """The significant digits with which somebody would write a number; 0 of one that is not known."""
+    """The number of significant digits that a number is written with: 3 for 0.0125; 0 if it is not known."""
     if not math.isfinite(x):
         return 0
     mantissa, _, _ = f"{x:.5e}".partition("e")
@@ -248,7 +260,10 @@ def _count_digits(x: float) -> int:
 
 
 def idle_axes(jaxpr: Any) -> list[Remark]:
-    """Axes along which all devices of a program that differentiates do the same, though its pieces divide by them."""
+    """Axes along which all devices do the same work, although a piece of a split dim could be divided by them.
+
+    Only a program with a backward pass is looked at.
+    """
     sizes: dict[str, int] = {}
     used: set[str] = set()
     pieces: set[int] = set()  # the sizes of split dims on a device
@@ -288,7 +303,8 @@ class Unintended(UserWarning):
 
 def warn_of(jaxpr: Any, stacklevel: int) -> None:
     """Warns of all that is unintended in a traced step."""
-    # One sum is that of the metrics: a replica that keeps its gradient to itself may have a mean of its own.
+    # A step sums its metrics over the devices, so one sum along an axis is no mistake: a replica that keeps its
+    # gradient to itself, as in diloco, may divide by its own sum. With a second one, the gradient is summed too.
     for remark in (*uncommon_losses(jaxpr, sums=2), *idle_axes(jaxpr)):
         place = f"{remark.source}: " if remark.source else ""
         warnings.warn(f"step: {place}{remark.message} {remark.remedy}", Unintended, stacklevel=stacklevel + 1)

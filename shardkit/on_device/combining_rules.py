@@ -1,8 +1,11 @@
-"""What reductions, products, sorts, factorizations and draws make of rows of examples, and of sums over them.
+"""The rules of reductions, products, sorts, factorizations and random draws.
 
-Worked example: of rows x[n, 8] the sum over dim 1 has a row for each example, [n]; the sum over dim 0 is a sum over the
-examples. The maximum over dim 0 compares them with each other: they meet. A product `x @ w` with a whole w[8, 6] has
-rows along dim 0; `x.T @ x` contracts them, and is a sum over the examples; `x @ x.T` pairs each example with all.
+Worked examples, of rows x[n, 8] with the examples along dim 0:
+
+- The sum over dim 1 has a row for each example, [n]. The sum over dim 0 is a Total.
+- The maximum over dim 0 compares the examples with each other: they meet.
+- `x @ w` with a whole w[8, 6] is rows along dim 0. `x.T @ x` contracts the examples, and is a Total. `x @ x.T` pairs
+  each example with all: they meet.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def reduction(pair: Pair, rows: Rows) -> State:
             return Total(rows.scale)
         return pair.met(f"{pair.name} is taken over the examples")
     if pair.name == "reduce_prod" and rows.scale != 1:
-        return pair.met("reduce_prod combines examples with their number")
+        return pair.met("reduce_prod combines examples with the number of examples")
     return replace(rows, dim=shift_dim(rows.dim, axes))
 
 
@@ -51,7 +54,7 @@ def cumulative(pair: Pair, rows: Rows) -> State:
     if pair.many.params["axis"] == rows.dim:
         return pair.met(f"{pair.name} runs over the examples")
     if pair.name in ("cumprod", "cumlogsumexp") and rows.scale != 1:
-        return pair.met(f"{pair.name} combines examples with their number")
+        return pair.met(f"{pair.name} combines examples with the number of examples")
     return rows
 
 
@@ -61,7 +64,7 @@ def product(pair: Pair, operands: list[State]) -> State:
         return _product_of_total(pair, operands)
     scale = math.prod(state.scale for state in operands if isinstance(state, Rows | Whole))
     if scale == UNKNOWN:
-        return pair.met("dot_general combines examples with their number")
+        return pair.met("dot_general combines examples with the number of examples")
     results: list[State] = []
     for side, state in enumerate(operands):
         if not isinstance(state, Rows):
@@ -84,9 +87,9 @@ def _product_of_total(pair: Pair, operands: list[State]) -> State:
 
 
 def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: float) -> State | None:
-    """What the rows of one operand become; None where they are multiplied by those of other examples."""
+    """What the rows of one operand become; None where they are multiplied by rows of other examples."""
     contract, batch = pair.many.params["dimension_numbers"]
-    # The rows of an example must meet those of the same example, or what is the same for all.
+    # An example's row must be multiplied by a row of the same example, or by a value that is the same for all.
     for dims in (batch, contract):
         if rows.dim not in dims[side]:
             continue
@@ -104,6 +107,7 @@ def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: flo
 
 
 def _shared_rows(rows: Rows, batch: Any, scale: float) -> Rows:
+    """Rows along a batch dim of dot_general, whose result begins with the batch dims in their order."""
     dims = list(batch[0]) if rows.dim in batch[0] else list(batch[1])
     return Rows(dims.index(rows.dim), rows.copies, scale)
 
@@ -158,7 +162,7 @@ def matrices(pair: Pair, operands: list[State]) -> State:
         if isinstance(state, Whole) and rows[0].dim in state.differs:
             return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")
     if any(state.scale != 1 for state in operands if isinstance(state, Rows | Whole)):
-        return pair.met(f"{pair.name} combines examples with their number")
+        return pair.met(f"{pair.name} combines examples with the number of examples")
     return Rows(rows[0].dim, rows[0].copies)
 
 
@@ -171,7 +175,7 @@ def fft(pair: Pair, rows: Rows) -> State:
 
 
 def random(pair: Pair, operands: list[State]) -> State:
-    """Draws of one key for each example; numbers that shape them stand beside the keys."""
+    """Random draws with one key for each example; beside the keys may be whole parameters of the distribution."""
     rows = select(operands, Rows)
     wholes = select(operands, Whole)
     same_rows = len({(state.dim, state.copies) for state in rows}) == 1

@@ -29,9 +29,10 @@ def count_from_end(cuts: Cuts, ndim: int) -> Cuts:
 
 
 def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]) -> jax.Array:
-    """`fn(x)` where the axes that `split` dims of x for the partitioner are Manual too.
+    """`fn(x)` on the partitioner's parts of x: the axes by which it splits dims, `split`, are Manual inside.
 
-    The partitioner would gather what it has split before each all_gather and reduce_scatter. A census sees the parts.
+    Without it the partitioner would gather its parts before each all_gather and reduce_scatter. A census counts the
+    bytes of the parts.
     """
     spec = PartitionSpec(*(split.get(dim) for dim in range(x.ndim)))
     axes = {axis for names in split.values() for axis in names}
@@ -46,10 +47,11 @@ def _find_automatic_split(cuts: Cuts, ndim: int) -> dict[int, tuple[str, ...]]:
 
 
 def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
-    """`fn(x, cuts=...)`, the collectives of some cuts, for the parts of the partitioner, which splits nothing in them.
+    """`fn(x, cuts=...)`, the collectives of some cuts, on the partitioner's parts of x.
 
-    An algorithm is differentiated with nothing but its operand kept: what it computes from the device's index would be
-    a residual, for which jax 0.10 to 0.12 write an invalid program in a shard_map inside another.
+    Inside, the partitioner splits no dim. The backward pass of an algorithm recomputes everything from its operand:
+    values that it computes from the device's index would be residuals, for which jax 0.10 to 0.12 write an invalid
+    program in a shard_map inside another.
     """
     fn = partial(fn, cuts=tuple(cut._replace(automatic=()) for cut in cuts))
     if not all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts):
@@ -58,7 +60,7 @@ def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split:
 
 
 def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int, ...]) -> Any:
-    """What a kernel of an algorithm returned, after a check: an array of another shape would be broadcast later."""
+    """The result of an algorithm's kernel, after a check: an array of another shape would be broadcast later."""
     if jnp.shape(result) != shape:
         raise ValueError(
             f"{algorithm}: the result of {kernel} must have shape {shape}; got {jnp.shape(result)}. Return the shape "

@@ -1,8 +1,11 @@
-"""What elementwise primitives make of rows of examples, and of sums over them.
+"""The rules of elementwise primitives.
 
-Worked example: `x * 2 + b` of rows x[n, 8] and a whole b[8]. Both operations are elementwise: the result has rows of
-single examples along dim 0. `sum(x) + 1` is a sum plus what does not grow with the examples: for two halves of them it
-would be counted twice, so examples meet there. `sum(x) / n` is a mean: its scale is 1 where that of the sum is 2.
+Worked examples, of rows x[n, 8] and a whole b[8]:
+
+- `x * 2 + b` is rows along dim 0, as x is.
+- `sum(x)` is a Total of scale 1. `sum(x) / n` is a mean, a Total of scale 1 / 2: for 2n examples it is half the sum of
+  the means of both halves.
+- `sum(x) + 1` is no sum over the examples: both halves would count the 1. Examples meet there.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from shardkit.on_device.example_states import EACH_TURN, UNKNOWN, Pair, Rows, St
 
 
 def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
-    """Whatever is computed of the one example of a loop's iteration, and of what is whole, belongs to it."""
+    """The state of a value that is computed from the one example of a loop's iteration, and from whole values."""
     if not all(isinstance(state, Whole) or is_turn(state) for state in operands):
         return pair.met(f"{pair.name} pairs every example with every other")
     if all(state.scale == 1 for state in operands if isinstance(state, Whole | Rows)):
         return Rows(EACH_TURN)
     scale = scale_of(pair, operands) if pair.name in NONLINEAR else UNKNOWN
     if scale == UNKNOWN:
-        return pair.met(f"{pair.name} combines examples with their number")
+        return pair.met(f"{pair.name} combines examples with the number of examples")
     return Rows(EACH_TURN, scale=scale)
 
 
@@ -45,7 +48,7 @@ def scale_of(pair: Pair, states: Sequence[State]) -> float:
     if name == "square":
         return scales[0] ** 2
     if name == "select_n":
-        # A choice by a number of examples is another one for more of them.
+        # A condition that depends on the number of examples may choose otherwise for more examples.
         return UNKNOWN if scales[0] != 1 else _common_scale(states[1:])
     if name in SUMS or name in ("max", "min"):
         return _common_scale(states)
@@ -79,7 +82,7 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
     if scale == UNKNOWN:
         if name == "add" and jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer):  # x[i] adds n to i < 0
             return pair.met("an example is looked up by its place in the batch")
-        return pair.met(f"{name} combines examples with their number")
+        return pair.met(f"{name} combines examples with the number of examples")
     first, *others = select(operands, Rows)
     for other in others:
         if (other.dim, other.copies) != (first.dim, first.copies):
@@ -92,7 +95,7 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
 
 
 def _of_totals(pair: Pair, operands: list[State]) -> State:
-    """An elementwise operation with sums over the examples: what is linear in them gives such a sum."""
+    """An elementwise operation with sums over the examples: a linear one gives a sum over the examples again."""
     name = pair.name
     if any(isinstance(state, Rows) for state in operands):
         return pair.met(f"{name} combines each example with a sum over all")
@@ -131,7 +134,10 @@ def scale_total(pair: Pair, total: Total, factor: float) -> State:
 
 
 def _add_totals(pair: Pair, states: Sequence[State]) -> State:
-    """A sum of sums, and of constants that grow as they do: beside a sum one times n, beside a mean one that stays."""
+    """A sum of totals and of constants that grow as the totals do.
+
+    Beside a sum over n examples, a constant must be multiplied by n; beside a mean, it must not depend on n.
+    """
     scales = {state.scale for state in states if isinstance(state, Total)}
     if len(scales) > 1:
         return pair.met("a mean over the examples is added to a sum over them")

@@ -1,7 +1,7 @@
-"""What each primitive makes of rows of examples and of sums over them; `RULES` has a rule for each.
+"""`RULES`: for each primitive, the rule that gives the state of its result from the states of its operands.
 
-A rule says of a result what it is (`example_states.py`) from what its operands are. What has no rule mixes
-examples, as far as anybody knows. The rules are in a file for each kind: elementwise, moving, combining, indexing.
+The states are in `example_states.py`. A primitive without a rule may mix examples, and is treated as if it did. The
+rules are in a file for each kind of primitive: elementwise, moving, combining, indexing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardkit.on_device.moving_rules import Rule, of_one_operand
 
 
 def send_along(pair: Pair, state: State, result: Any) -> State:
-    """What a collective gives over axes whose devices have the same examples, as tensor parallelism and context do."""
+    """The state of a collective's result over axes whose devices share their examples, such as a tp or cp axis."""
     params = pair.many.params
     if isinstance(state, Whole):
         return any_whole(result, state.scale)

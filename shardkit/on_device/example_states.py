@@ -1,6 +1,6 @@
-"""What a value of a loss is, beside its examples: the same for all, one row for each, a sum over them, or none of that.
+"""How a value inside a loss depends on the examples: not at all, a row for each, as a sum over them, or otherwise.
 
-`additive.py` says what these are for, and follows a traced loss with them.
+`additive.py` says what the states are for, and follows a traced loss with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 UNKNOWN = 0.0  # the scale of a whole value that depends on the number of examples in another way than as a factor
-EACH_TURN = -1  # the dim of what belongs to the one example of a loop's iteration
+EACH_TURN = -1  # in place of a dim: inside a loop over the examples, the value belongs to the iteration's example
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Whole:
     """A value that does not depend on the examples."""
 
     differs: frozenset[int] = frozenset()  # the dims along which its elements may differ
-    scale: float = 1.0  # its value for 2n examples over that for n
+    scale: float = 1.0  # its value for 2n examples divided by its value for n: 2 of n itself
     zero: bool = False  # whether it is known to be 0, or False
-    index: int | None = None  # the dim along which every element is its own index; None if it is none
+    index: int | None = None  # the dim along which every element is its own index, as 0 of `arange(n)`; else None
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,28 @@ class Rows:
     """A value with rows of single examples along `dim`: copies x examples x rows of one example."""
 
     dim: int
-    copies: int = 1  # how often all examples stand there, one after the other, as two concatenated views of them
+    copies: int = 1  # how often the array has all examples, one after the other: 2 of two concatenated views
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Total:
-    """A sum over the examples; for 2n of them it is `scale` times the sum of those of both halves."""
+    """A sum over the examples, or a multiple of it.
+
+    For 2n examples it is `scale` times (its value for the first n plus its value for the last n): 1 of a sum, 1 / 2 of
+    a mean.
+    """
 
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Met:
-    """What may depend on several examples at once: how, and the line."""
+    """A value that may depend on several examples at once: how they meet, and at which line."""
 
     how: str
     line: str
-    columns: tuple[State, ...] = ()  # of indices that were concatenated along the last dim, what each column is
+    columns: tuple[State, ...] = ()  # of indices that were concatenated along the last dim, the state of each column
 
 
 State = Whole | Rows | Total | Met
@@ -53,10 +57,10 @@ OneKind = TypeVar("OneKind", Whole, Rows, Total)
 
 
 class Pair(NamedTuple):
-    """The same equation in both programs: for n examples, and for 2n."""
+    """One equation of a loss, in the program for n examples and in the program for 2n."""
 
-    few: Any
-    many: Any
+    few: Any  # the equation for n examples
+    many: Any  # the equation for 2n examples
     examples: int  # 2n
     line: str
 
@@ -80,13 +84,13 @@ class Pair(NamedTuple):
 
 
 def any_whole(variable: Any, scale: float = 1.0) -> Whole:
-    """A value of which only that it does not depend on the examples is known."""
+    """A whole value of which nothing else is known: its elements may differ along every dim."""
     shape = getattr(variable.aval, "shape", ())
     return Whole(frozenset(dim for dim, size in enumerate(shape) if size > 1), scale)
 
 
 def select(states: Sequence[State], kind: type[OneKind]) -> list[OneKind]:
-    """Those of one kind."""
+    """The states of one kind."""
     return [state for state in states if isinstance(state, kind)]
 
 
@@ -96,7 +100,7 @@ def is_turn(state: State) -> bool:
 
 
 def join(pair: Pair, a: State, b: State) -> State:
-    """What is either of two values: of a loop's first and later iterations, or of two branches."""
+    """The state of a value that is one of two: of a loop's first and later iterations, or of two branches."""
     if a == b:
         return a
     for state in (a, b):
@@ -114,15 +118,15 @@ def join(pair: Pair, a: State, b: State) -> State:
 
 
 def fits_beside(whole: Whole, rows: Rows) -> bool:
-    """Whether a whole value is the same for all examples and grows as rows do, so that these may be joined to it."""
+    """Whether a whole value may stand in place of a row: it is the same for all examples, and grows as the rows do."""
     return (whole.zero or whole.scale == rows.scale) and rows.dim not in whole.differs
 
 
 def shift_dim(dim: int, removed: Sequence[int]) -> int:
-    """Where a dim is after others are removed."""
+    """The number of a dim after other dims are removed."""
     return dim - sum(other < dim for other in removed)
 
 
 def shift_dims(dims: frozenset[int], removed: Sequence[int]) -> frozenset[int]:
-    """Where the dims are that are left after others are removed."""
+    """The numbers of the remaining dims after some are removed: {0, 2} without dim 1 is {0, 1}."""
     return frozenset(shift_dim(dim, removed) for dim in dims if dim not in removed)

@@ -1,8 +1,9 @@
-"""Error feedback: what compressed reductions of a gradient leave out, and the next step adds.
+"""Error feedback: the next step adds what the compressed reductions of a gradient left out.
 
-A leaf has one residual on each device, of the shape that the gradient has where its first reduction with feedback gets
-it. What later reductions of the leaf leave out is added where their operand was cut from. An axis of one device reduces
-nothing: there the residual is added once, and then stays zero. `residuals.py` says how a state holds residuals.
+Each device has one residual for a leaf. It has the shape of the gradient before the leaf's first reduction with
+feedback. A later reduction gets only a part of this gradient: what it leaves out is added to the residual at the rows
+of the part. Over an axis of one device nothing is reduced: the residual is added once, and then stays zero.
+`residuals.py` says how a state holds residuals.
 
 Worked example: a gradient of 8 rows is scattered over "fsdp" of 4 devices, then summed over "data" of 2, both in int8.
 The residual has the 8 rows of the device's own sum, and is added first. The scatter leaves out r1, also of 8 rows. The
@@ -34,14 +35,14 @@ from shardkit.plans.storage import is_padded, stored_array
 
 
 class PartialGradient(NamedTuple):
-    """A gradient on its way through its reductions."""
+    """A gradient between two of its reductions."""
 
-    grad: jax.Array  # what is not reduced yet, this device's
-    path: str  # the leaf
-    # in units of `grad` what the gradient still lacks; after `add_residual` what its reductions have left out. None
-    # without feedback.
+    grad: jax.Array  # this device's partial sum, after the reductions so far
+    path: str  # the leaf's path, for errors
+    # Before `add_residual`, what is to be added to `grad`, in its unit. After it, what the reductions have left out so
+    # far. None without feedback.
     residual: jax.Array | None = None
-    # places what a later reduction leaves out in an array like `residual`; None before `add_residual`
+    # From an array like `grad` to one like `residual`: zeros with that array at its rows. None before `add_residual`.
     to_residual: Callable[[jax.Array], jax.Array] | None = None
 
 
@@ -67,8 +68,8 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
     if residual_axes - grad_axes:
         raise _already_summed(gradient, residual_axes - grad_axes)
     grad = gradient.grad.astype(jnp.float32)
-    # Axes that are in no layout, such as that of a pipeline's stages. Summed here and not after: the residual is the
-    # same along them, and would count once for each device.
+    # Axes that are in no layout, such as the axis of a pipeline's stages. The residual is the same along them: summed
+    # after it is added, it would count once for each device. So the gradient is summed over them first.
     further = tuple(sorted(grad_axes - residual_axes))
     if further:
         grad = all_reduce(grad, further)
@@ -85,7 +86,7 @@ def _already_summed(gradient: PartialGradient, axes: Iterable[str]) -> ValueErro
 
 
 def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> PartialGradient:
-    """A gradient that has a residual, summed and split once per step; in a dtype where there is no feedback."""
+    """A gradient with a residual, summed and split once per step. Reductions without feedback sum in `dtype`."""
     cuts = layout.cuts(scatter=("step",))
     first = find_first_cut(layout)
     before = count_from_end(cuts[:first], gradient.grad.ndim)
@@ -105,15 +106,15 @@ def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: 
 
 
 def _scatter_cut(gradient: PartialGradient, cut: Cut, dtype: Any) -> PartialGradient:
-    """One cut after `add_residual`, which remembers from where the part is."""
+    """Scatters the gradient along one cut, after `add_residual`, and extends `to_residual` by the rows of the part."""
     axes = tuple(axis for axis in cut.axes if axis_size(axis) > 1)
     summed_axes = set(axes) - varying_axes(gradient.grad)
     if summed_axes:
         raise _already_summed(gradient, summed_axes)
     algorithm = cut.reduce_by
     assert algorithm.reduce_scatter
-    # What the algorithm leaves out is of this device's operand before the sum, and is added before the next step's sum:
-    # added after it, every device would add it again.
+    # What the algorithm leaves out belongs to this device's operand, before the sum, so the next step adds it before
+    # its sum. Added after the sum, every device would add it again.
     left_out = None
     if algorithm.feedback:
         part, left_out = algorithm.reduce_scatter(gradient.grad.astype(jnp.float32), axes, dim=cut.dim)
@@ -128,7 +129,7 @@ def _scatter_cut(gradient: PartialGradient, cut: Cut, dtype: Any) -> PartialGrad
 def sum_by_algorithm(
     algorithm: Algorithm, gradients: Sequence[PartialGradient], axes: tuple[str, ...], dtype: Any
 ) -> list[PartialGradient]:
-    """Gradients summed over some axes by an algorithm, in a dtype where it has no feedback."""
+    """Gradients summed over some axes by an algorithm: in float32 if it has feedback, else in `dtype`."""
     assert algorithm.all_reduce
     if algorithm.feedback:
         gradients = [add_residual(gradient) for gradient in gradients]
@@ -167,7 +168,11 @@ def _add_left_out(gradient: PartialGradient, left_out: jax.Array | None) -> Part
 
 
 def _advance(gradient: PartialGradient, grad: jax.Array, inverse: Callable[[jax.Array], jax.Array]) -> PartialGradient:
-    """The next form of a gradient; `inverse` places what is left out of it in the form before."""
+    """The gradient with a new `grad`; `inverse` takes an array like the new one to an array like the old one.
+
+    Worked example: after a scatter of 8 rows into parts of 2, `inverse` puts the 2 rows into 8 rows of zeros. After a
+    further scatter, `to_residual` applies both inverses, the later one first.
+    """
     before = gradient.to_residual
     if before is None:
         return gradient._replace(grad=grad)
@@ -175,12 +180,15 @@ def _advance(gradient: PartialGradient, grad: jax.Array, inverse: Callable[[jax.
 
 
 def _keep_on_first_device(left_out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What is left out of a sum that all devices of some axes have, which one of them keeps."""
+    """What a sum leaves out, on the first of the devices that have the sum; zeros on the others.
+
+    All of them have the same array: in every residual, it would be added as often as there are devices.
+    """
     return jnp.where(axis_index(axes) == 0, left_out, jnp.zeros_like(left_out))
 
 
 def _place_in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Zeros with this device's part."""
+    """An array of the shape before a scatter: zeros, with this device's part at its rows."""
     rows = part.shape[dim]
     shape = *part.shape[:dim], rows * axis_size(axes), *part.shape[dim + 1 :]
     zeros = jnp.zeros(shape, part.dtype)
@@ -190,9 +198,9 @@ def _place_in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Arr
 
 
 def find_first_cut(layout: LeafLayout) -> int:
-    """The number of cuts before the residual is added: those before the first with feedback, as a rule.
+    """How many cuts come before the residual is added: as a rule, all cuts before the first with feedback.
 
-    A dim is padded for all its cuts at once, so that it is before the first cut of a padded dim, too.
+    A dim is padded for all its cuts at once, so the residual is also added before the first cut of a padded dim.
     """
     cuts = layout.cuts(scatter=("step",))
     padded_dims = dict(layout.padded)
@@ -201,8 +209,9 @@ def find_first_cut(layout: LeafLayout) -> int:
         if cut.reduce_by.feedback:
             first = number
             break
-    # Worked example: cuts of dims 0, 1, 0, of which the last has feedback, and dim 0 is padded. The residual comes in
-    # before all three: at cut 2 the gradient has its padding already, which is for both cuts of dim 0.
+    # Worked example: cuts of dims 0, 1, 0, of which the last has feedback, and dim 0 is padded. The residual is added
+    # before all three. Before the last cut would be too late: the gradient has its padding for both cuts of dim 0 then,
+    # and the residual has none.
     while True:
         later_dims = {cut.dim for cut in cuts[first:]}
         earlier = [i for i in range(first) if cuts[i].dim in padded_dims and cuts[i].dim in later_dims]

@@ -88,15 +88,16 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     check_trained(trained)
     _check_loss(loss_fn)
 
-    # A tree of parameters becomes a tree of gradients in three steps: `grad_fn`, which a step calls, picks a way to
-    # trace the loss; `differentiate` takes the derivative; `objective`, of which it is taken, calls the loss.
+    # A tree of parameters becomes a tree of gradients in three steps: `grad_fn`, which a train step calls, picks a way
+    # to trace the loss; `differentiate` takes the derivative of `objective`; `objective` calls the loss.
     def grad_fn(params: Any, batch: Any, keys: Any, *state: Any, scale: Any = 1) -> Gradients:
         args = (batch, keys, *state)
         if _LOSS_ALONE.get():
             return compute_loss_alone(params, *args)
         if local:
             return differentiate_apart(call_on_one_device, params, scale, *args)
-        # Of a loss inside a library that does not know the mesh, only the types of axes may keep it from being traced.
+        # A loop inside a library that does not know the mesh may fail only because of the types of axes. The error then
+        # gets a note that names local=True.
         with note_type_errors(lambda caller: differentiate_apart(caller, params, scale, *args)):
             return differentiate(params, scale, *args)
 
@@ -106,8 +107,8 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         args = tuple(open_entries(arg) for arg in args)
 
         def objective(values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
-            # Leaves that are opened just before the loss are opened here, inside of what is differentiated, so that
-            # their gradient is scattered as soon as it exists. Those that the loss opens stay handles.
+            # Leaves that are opened just before the loss are opened here, inside the differentiated function, so that
+            # their gradient is scattered as soon as it exists. Leaves that the loss opens stay handles.
             weights = with_parts(params, leaves.merge(values))
             loss, aux = loss_and_aux(call_loss(loss_fn, weights, *args), allow_sum=True)
             return total_of(loss), (loss, aux)
@@ -121,8 +122,9 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         leaves = TrainedLeaves(parts(params), trained)
         args = tuple(open_entries(arg) for arg in args)
 
-        # So the leaves that are opened just before the loss are gathered before that program, and their gradients
-        # scattered after it.
+        # Leaves that are opened just before the loss must be gathered before that program, and their gradients
+        # scattered after it. So the derivative is taken in two parts: of `open_weights` here, and of the loss inside
+        # `call`.
         def open_weights(values: list[jax.Array]) -> tuple[list[jax.Array], Any]:
             weights = with_parts(params, leaves.merge(values))
             return leaves.select(parts(weights)), weights
@@ -143,7 +145,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         return loss, aux, jax.tree.map(jnp.zeros_like, parts(params))
 
     def total_of(loss: Any) -> jax.Array:
-        """What is differentiated of a loss: the total of its Mean, or one scalar of a sum of means."""
+        """The scalar of a loss that is differentiated: the total of its Mean, or `combine_terms` of a sum of means."""
         if not isinstance(loss, Sum):
             return loss.total
         if local:
@@ -161,9 +163,9 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
 
 
 def call_loss(loss_fn: LossFn, *args: Any) -> Any:
-    """The loss of parameters, batch, keys and perhaps carried state, with lazy leaves sealed.
+    """Calls `loss_fn(params, batch, keys)`, or with carried state too, with its lazy leaves sealed.
 
-    Those of the carried state are named by their path in it.
+    An error names a lazy leaf of the carried state by its path there, after "carried".
     """
     out = call_sealed(loss_fn, *args, at=("", "", "", "carried"))
     refuse_rounded_totals(out)
@@ -171,17 +173,17 @@ def call_loss(loss_fn: LossFn, *args: Any) -> Any:
 
 
 def cotangent_of(total: jax.Array, scale: Any) -> jax.Array:
-    """What the gradients of `scale * total` begin with: the scaled total itself might overflow in float16."""
+    """The cotangent of the total: `scale`. Differentiating `scale * total` instead might overflow in float16."""
     return vary_like(jnp.asarray(scale, total.dtype), total)
 
 
-# Whether GradFns of `value_and_grad` leave out the gradients, for those who only look at the loss of a step.
+# Whether GradFns of `value_and_grad` leave out the gradients, for callers that need only the loss.
 _LOSS_ALONE: ContextVar[bool] = ContextVar("loss alone", default=False)
 
 
 @contextmanager
 def loss_alone() -> Iterator[None]:
-    """Inside of it, while it is traced, a GradFn of `value_and_grad` returns zeros in place of the gradients."""
+    """A context in which a GradFn of `value_and_grad`, while it is traced, returns zeros in place of the gradients."""
     token = _LOSS_ALONE.set(True)
     try:
         yield

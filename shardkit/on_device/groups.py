@@ -1,21 +1,23 @@
 """A step whose bits do not depend on the mesh: the batch in fixed groups, summed in a fixed order.
 
-Group g of G is the g-th part of the global batch. The loss, weight and gradient of each group are computed on their
-own, and added in the tree's order of `collectives/deterministic.py`, whichever device has them. A device adds the runs
-of its groups that are subtrees, and sends one partial sum for each: one, if its groups are a power of two.
+Group g of G is the g-th part of the global batch. The loss, weight and gradient of each group are computed apart, and
+added in the order of the tree in `collectives/deterministic.py`, whichever device has the group. A device adds the
+groups of each subtree (a run of groups) that it has whole, and sends one partial sum for it. If the number of its
+groups is a power of two, all of them are one subtree.
 
 Worked example: 8 groups on 2 devices. Device 0 has groups 0 to 3, one subtree: it adds (0 + 1) + (2 + 3), and sends
 that sum. On 8 devices each sends its one group, and on 1 device the whole tree is added: the same additions in all
 cases. Of 12 groups a device has 6, three subtrees of 2 groups, so it sends three sums.
 
-That is not enough. A compiler fuses a product with the addition that uses it, without rounding the product, and which
-of two products it takes depends on the code around them: on one device, without collectives, the update of Adam was
-fused with the reshapes of the gradient, and its moments differed from those on two devices after three steps (jax 0.10,
-CPU). So what multiplies and adds is compiled separately, in the same way on every mesh:
+A fixed order of the sums is not enough. A compiler fuses a product with the addition that uses it, without rounding the
+product, and which of two products it takes depends on the code around them. On one device, without collectives, the
+update of Adam was fused with the reshapes of the gradient, and its moments differed from the moments on two devices
+after three steps (jax 0.10, CPU). So the code that multiplies and adds is compiled apart, in the same way on every
+mesh:
 
-- a group is the branch of a conditional that is always taken, which the compiler cannot know. A loop around it would
-  not work: one of length 1, on as many devices as groups, is inlined;
-- the optimizer is the body of a loop of one turn, which again the compiler cannot know. A loop updates its state in
+- A group is computed in the branch of a conditional that is always taken; the compiler cannot know that. A loop around
+  it would not work: on as many devices as groups its length is 1, and the compiler inlines it.
+- The optimizer is the body of a loop of one turn; again the compiler cannot know that. A loop updates its state in
   place.
 """
 
@@ -59,11 +61,11 @@ class Groups(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The option that asks for it, for errors."""
+        """The option that asks for groups, as errors name it."""
         return "deterministic"
 
     def check(self, accumulate: int, plan: Plan, mesh: Mesh, reduce: Any) -> None:
-        """Refuses what cannot have the same bits on every mesh, before anything is traced."""
+        """Refuses options and plans that cannot give the same bits on every mesh, before anything is traced."""
         at_least("make_train_step", 1, deterministic=self.number)
         rule = f"make_train_step: with deterministic={self.number}"
         if accumulate > 1:
@@ -98,7 +100,7 @@ class Groups(NamedTuple):
             )
 
     def for_batch(self, batch: Any, placement: Placement) -> Groups:
-        """With the number of `parts` that a device has of this batch.
+        """The groups with `parts`, the number of groups that a device has of this batch.
 
         Raises:
             ValueError: a batch that the groups do not divide, or a leaf whose gradient is not summed once per step.
@@ -126,7 +128,7 @@ class Groups(NamedTuple):
     def sum_examples(
         self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
     ) -> Any:
-        """The Means and gradients of each subtree that a device's groups are, `[runs, ...]` in float32."""
+        """The Means and gradients of each subtree of this device's groups, `[runs, ...]` in float32."""
         of_group, leaves = split_leaves(of_examples, batch, keys, self.parts)
         return sum_groups(of_group, leaves, scale > 0, example_axes(placement.batch))
 
@@ -158,13 +160,13 @@ class Groups(NamedTuple):
         specs: Any,
         words: tuple[str, str],
     ) -> Any:
-        """`update(inputs, old)`, of what changes in a step, such as parameters and optimizer state, compiled apart.
+        """`update(inputs, old)`, the new parameters and optimizer state, compiled apart.
 
-        The inputs, such as gradients, are carried and zeroed: the compiler would take out of the loop, and fuse with
-        other code, whatever follows from what a turn leaves as it was.
+        The inputs, such as gradients, are in the loop's carry, and a turn replaces them by zeros. If a turn left them
+        as they were, the compiler would move what is computed from them out of the loop, and fuse it with other code.
 
-        It refuses a function that multiplies matrices, or sums over elements where a leaf is split by `specs`, the
-        layouts of the parameters here; `words` are for the function, and for what to use instead of it.
+        Refuses a function that multiplies matrices, or that sums over elements while a leaf is split by `specs`, the
+        layouts of the parameters. `words` name the function in the error, and say what to use instead.
         """
         _check_update(jax.make_jaxpr(update)(inputs, old).jaxpr, specs, *words)
 
@@ -177,7 +179,7 @@ class Groups(NamedTuple):
 
 
 def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
-    """Refuses an update whose sums the compiler orders, or the mesh."""
+    """Refuses an update with sums whose order depends on the compiler or on the mesh."""
     leaves = jax.tree_util.tree_leaves_with_path(specs)
     split_leaves = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
     for site in walk(jaxpr):
@@ -199,10 +201,10 @@ def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
 
 
 def sum_groups(of_group: OfLeaves, leaves: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
-    """The sums of this device's groups in float32, `[runs, ...]`: dim 0 counts the subtrees that it has.
+    """The sums of this device's groups in float32, `[runs, ...]`: dim 0 counts the device's subtrees.
 
-    `of_group` makes the Means and gradients of one group, from its arrays of the batch and its keys; `leaves` are those
-    of all groups, with the group as dim 0. `always` is a boolean scalar that is True, and not a constant.
+    `of_group` makes the Means and gradients of one group from its arrays, of the batch and the keys. `leaves` are the
+    arrays of all groups, with the group as dim 0. `always` is a boolean scalar that is True, and not a constant.
     """
     traced = TracedOnce(of_group, [x[0] for x in leaves])
     _check_local(traced.jaxpr)
@@ -214,7 +216,7 @@ def sum_groups(of_group: OfLeaves, leaves: Leaves, always: jax.Array, axes: tupl
         return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), traced.shapes)
 
     def sum_tree(leaves: Leaves) -> Any:
-        """The sum of a power of two of groups, as a tree: of each half the sum, then of both."""
+        """The sum of a power of two of groups, as a tree: the sum of the first half plus the sum of the second half."""
         if len(leaves[0]) == 1:
             group = [x[0] for x in leaves]
             return lax.cond(always, compute_group, lambda _: zeros(), group)
@@ -236,14 +238,14 @@ def sum_groups(of_group: OfLeaves, leaves: Leaves, always: jax.Array, axes: tupl
 
 @jax.named_scope(PLAN)
 def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over dim 0 of all devices' `[runs, ...]`, of which each device keeps its part by these cuts."""
+    """The sum over dim 0 of all devices' `[runs, ...]`; each device keeps its part of the sum by these cuts."""
     # Worked example: x[runs, 8, 6] over "data" of 2 and "fsdp" of 4, of which "fsdp" cuts the 8 rows.
     #   [runs, 8, 6] -> [runs, 4, 2, 6]       the 8 rows are 4 parts of 2
-    #                -> [4, runs, 2 * 6]      the axes that cut it in front, a part as one row
-    #                -> [4, runs, 2, 6]       "data" cuts nothing: it gets a piece of the row each, 2 pieces of 6
+    #                -> [4, runs, 2 * 6]      the axis that cuts in front, and a part as one row of 12 elements
+    #                -> [4, 2, runs, 6]       "data" cuts nothing: its 2 devices share the row, 2 pieces of 6
     #                -> [2, 4, runs, 6]       in the order of the axes: a piece for each of the 8 devices
-    # Each device gets its piece of all, [8, runs, 6], sums it in order, and gathers over "data" the two pieces of its
-    # part: [12] -> [2, 6].
+    # Each device gets its piece from all devices, [8, runs, 6], sums them in order, and gathers the two pieces of its
+    # part over "data": [12] -> [2, 6].
     if not axes:
         return sum_pairwise(x)
     x, cutting, part = _parts_in_front(x, cuts, axes)
@@ -254,8 +256,8 @@ def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     pieces = _split_in_pieces(x, [axis_size(axis) for axis in others], len(cutting))
     order = [(*cutting, *others).index(axis) for axis in axes]
     pieces = jnp.transpose(pieces, (*order, len(axes), len(axes) + 1))
-    # An all_to_all and a sum in a fixed order, in place of a reduce_scatter: the order in which a reduction adds is the
-    # backend's choice, and another one for each number of devices. The bytes are the same.
+    # An all_to_all and a sum in a fixed order stand in place of a reduce_scatter, whose order of additions is the
+    # backend's choice and changes with the number of devices. The bytes are the same.
     total = sum_pieces(pieces.reshape(-1, *pieces.shape[-2:]), axes)
     if others:
         total = compat.all_gather_replicated(total, others, 0)

@@ -35,16 +35,17 @@ class Handle:
 
     part: Any  # this device's part, in the dtype of the master copy; differentiated in place of the leaf
     whole: Any  # the whole weight where every device has it (zero2), else None; it has no gradient
-    # what opening gathers. Dims are counted from the end, so that they stay right when `scan` takes the layer's dim off
-    # the front.
+    # the cuts that opening gathers. Dims are counted from the end, so that they stay right when `scan` takes the
+    # layer's dim off the front.
     gathers: Cuts
-    scatters: Cuts  # what only the gradient is split over
+    scatters: Cuts  # the cuts of the gradient alone
     compute: Any  # dtype of the opened weight
     reduce: Any  # dtype in which its gradient is summed
-    entry: bool  # whether it is opened just before the loss, and not by it
+    entry: bool  # whether it is opened just before the loss, instead of by the loss
     sizes: Sizes = ()  # dims of the part that are padded, with their original size, to which opening cuts them
     path: str = ""  # the leaf's path in the parameters, for errors
-    # what has the gradient of the part while that is sealed, else None: NaN, since nothing may use its value
+    # while the part is sealed, a float array that carries the part's gradient; else None. Its value is NaN, since
+    # nothing may use it
     slope: Any = None
 
     def __repr__(self) -> str:
@@ -121,9 +122,9 @@ def open_handles(tree: Any) -> Any:
 
 
 def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any, list[jax.Array]]:
-    """The tree with each lazy leaf gathered as far as it is kept for the backward pass, and the list of these parts.
+    """The tree with each lazy leaf gathered as far as it is kept for the backward pass, and the list of kept parts.
 
-    The backward pass hands in the parts that the forward pass `kept`.
+    The forward pass calls it without `kept`; the backward pass passes the parts that the forward pass kept.
     """
     saved = None if kept is None else iter(kept)
     nodes, structure = jax.tree.flatten(tree, is_leaf=is_handle)
@@ -145,7 +146,7 @@ def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any
 
 
 def parts(tree: Any) -> Any:
-    """What is differentiated: the part of each lazy leaf, and all other leaves."""
+    """The arrays that are differentiated: the part of each lazy leaf, and all other leaves."""
     return jax.tree.map(lambda x: x.part if is_handle(x) else x, tree, is_leaf=is_handle)
 
 
@@ -162,16 +163,16 @@ def with_parts(tree: Any, leaves: Any) -> Any:
 
 
 def open_entries(tree: Any) -> Any:
-    """The tree with those lazy leaves opened that are opened just before the loss."""
+    """The tree with its lazy leaves of `entry` opened, as just before the loss."""
     return with_parts(tree, parts(tree))
 
 
 def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> Any:
     """`fn(*args)`, a function of the user's, with the lazy leaves of its arguments sealed.
 
-    `fn` opens them with `gathered` and `scan_layers`. `at` has for the first arguments their paths in the parameters,
-    such as "layers". `fn` is traced, and read, before it is differentiated: a flip of a part is no part of the flipped
-    weight, and jax's types say nothing of it.
+    `fn` opens them with `gathered` and `scan_layers`. `at` has the paths of the first arguments in the parameters, such
+    as "layers". `fn` is traced, and the trace is read, before it is differentiated. jax's types do not tell a part from
+    a weight: the flip of a part, for example, is no part of the flipped weight.
 
     Raises:
         TypeError: `fn` computes with a lazy leaf, changes its dims from the first sharded one on, or calls jax.jvp.
@@ -179,7 +180,9 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
     nodes, structure = jax.tree.flatten(args, is_leaf=is_handle)
     handles = [node for node in nodes if is_handle(node)]
     if not handles:
-        return fn(*jax.tree.unflatten(structure, nodes))  # made anew: flax changes no variable of an outer trace
+        return fn(
+            *jax.tree.unflatten(structure, nodes)
+        )  # a new tree: flax refuses to change variables of an outer trace
     paths = [_path_in_parameters(path, at) for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle)]
     out: list[Any] = []  # what `fn` returned: its leaves, which may be no arrays, and its structure
     misuse = ""
@@ -245,8 +248,9 @@ def _unseal_handle(handle: Handle) -> Handle:
     return replace(handle, part=part, whole=whole, slope=None)
 
 
-# A sealed part has no gradient, because jax.lax.stop_gradient would pass it by: the leaf's goes through a float array
-# beside it, which stop_gradient, a scan or an index treat as any other.
+# A sealed part has no gradient of its own: jax.lax.stop_gradient leaves arrays of such a dtype as they are, and would
+# be ignored. So the leaf's gradient goes through a float array beside the part, `slope`, which stop_gradient, a scan or
+# an index treats as any other array.
 @jax.custom_jvp
 def _slope(part: jax.Array) -> jax.Array:
     return vary_like(jnp.full(part.shape, jnp.nan, part.dtype), part)
@@ -270,9 +274,9 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-# The two ways in which a weight is had, each with a backward pass of its own. An all_gather that jax differentiates
-# would be followed by a reduce_scatter too, but in the dtype in which the weight was sent, and not by the algorithm
-# that the strategy has for gradients.
+# A weight is gathered from its parts (`_gather_weight`), or every device has it whole (`_replace_part`). Both have a
+# backward pass of their own. jax would derive a reduce_scatter from an all_gather too, but in the dtype in which the
+# weight was sent, and not by the algorithm that the strategy has for gradients.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather_weight(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
     """The gathered weight, sent in the compute dtype; its gradient is summed in the reduce dtype."""
@@ -311,7 +315,7 @@ _replace_part.defvjp(_replace_part_forward, _replace_part_backward)
 
 
 def reduce_to_part(node: Any, grad: jax.Array) -> jax.Array:
-    """The gradient of a lazy leaf's part, or of an array, from that of the weight."""
+    """From the gradient of a weight, the gradient of its lazy leaf's part, or of the array that it is."""
     if not is_handle(node):
         return grad.astype(node.dtype)
     grad = scatter_cuts(grad, node.gathers, node.reduce)

@@ -1,8 +1,12 @@
-"""What gather and scatter make of rows of examples: each example must read and write its own part.
+"""The rules of gather and scatter: each example must read and write its own part of an array.
 
-Worked example: `table[tokens]` of a whole table[V, D] and rows tokens[n, T] has rows along dim 0, [n, T, D]: what is
-read depends on the example alone. `logits[arange(n), targets]` of rows logits[n, V] gathers at the index of each
-example, in the first of two columns of indices: each reads its own row. `x[targets]` of rows x reads those of others.
+Worked examples, with n examples:
+
+- `table[tokens]` of a whole table[V, D] and rows tokens[n, T] is rows along dim 0, [n, T, D]: each example reads at its
+  own tokens, and the table is the same for all.
+- `logits[arange(n), targets]` of rows logits[n, V] has indices of two columns, [n, 2]. The first column is the index of
+  the example, so that each example reads its own row. The result is rows, [n].
+- `x[targets]` of rows x[n, D] reads the rows of other examples: examples meet.
 """
 
 from __future__ import annotations
@@ -27,25 +31,32 @@ from shardkit.on_device.example_states import (
 
 
 def gather(pair: Pair, operands: list[State]) -> State:
-    """What is read out of an array: rows at given places, or of each example its own row or its own part."""
+    """The state of `operand[indices]`: rows, if each example reads a whole array, or its own part of rows."""
     operand, indices = operands
     if isinstance(operand, Whole) and isinstance(indices, Whole):
         return any_whole(pair.many.outvars[0], operand.scale if indices.scale == 1 else UNKNOWN)
+
+    # Where examples met before, the earlier line is the one to report. Indices [n, 2] of `logits[arange(n), targets]`
+    # have met too, since arange(n) was concatenated with rows. Their `columns` say what was concatenated, by which
+    # `_read_own_row` finds that the examples do not meet here: these go on.
     columns = indices.columns if isinstance(indices, Met) else ()
     if isinstance(operand, Met):
         return operand
-    if isinstance(operand, Total):
-        return pair.met("gather is applied to a sum over the examples")
     if isinstance(indices, Met) and not columns:
         return indices
-    if isinstance(indices, Total):
+    if isinstance(operand, Total) or isinstance(indices, Total):
         return pair.met("gather is applied to a sum over the examples")
+
     if is_turn(operand) or is_turn(indices):
         return of_one_example(pair, operands)
     if isinstance(indices, Rows) and indices.scale != 1:
-        return pair.met("gather combines examples with their number")
+        # With more examples, an example would read at another index.
+        return pair.met("gather reads at indices that depend on the number of examples")
     if isinstance(operand, Whole):
         return _read_whole(pair, operand, indices)
+
+    # The operand is rows. What is right depends on how the gather uses the dim of the examples: as a batching dim, as a
+    # dim that it does not index, or as an indexed dim.
     assert isinstance(operand, Rows)
     dims = pair.many.params["dimension_numbers"]
     if operand.dim in dims.operand_batching_dims:
@@ -58,19 +69,20 @@ def gather(pair: Pair, operands: list[State]) -> State:
 
 
 def _read_whole(pair: Pair, operand: Whole, indices: State) -> State:
-    """Of an array that is the same for all examples, at the places of each."""
+    """Reads an array that is the same for all examples, at the indices of each example."""
     dims = pair.many.params["dimension_numbers"]
     pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
-    place = getattr(indices, "dim", None)
-    # A part of the array for each place in the batch depends on that place.
-    differs_by_place = any(shared == place and dim in operand.differs for dim, shared in pairs)
+    example_dim = getattr(indices, "dim", None)
+    # Under vmap over table[n, V] and labels[n], example i reads table[i, labels[i]]. If the rows of the table differ,
+    # what an example reads depends on its place in the batch.
+    differs_by_place = any(shared == example_dim and dim in operand.differs for dim, shared in pairs)
     if not isinstance(indices, Rows) or operand.scale == UNKNOWN or differs_by_place:
         return pair.met("gather reads at the place of an example in the batch")
     return Rows(_result_dim(pair, indices.dim), indices.copies, operand.scale)
 
 
 def _read_own_part(pair: Pair, operand: Rows, indices: State) -> State:
-    """Of rows in a batching dim: each example reads its own, at its own indices or at the same as all."""
+    """Reads rows along a batching dim: each example reads its own part, at its own indices or at indices of all."""
     dims = pair.many.params["dimension_numbers"]
     number = list(dims.operand_batching_dims).index(operand.dim)
     shared = dims.start_indices_batching_dims[number]
@@ -82,7 +94,7 @@ def _read_own_part(pair: Pair, operand: Rows, indices: State) -> State:
 
 
 def _read_other_dims(pair: Pair, operand: Rows, indices: State) -> State:
-    """Of rows along a dim that is read whole, at places of other dims."""
+    """Reads rows at the same indices into other dims; the dim of the examples must be read whole."""
     dims = pair.many.params["dimension_numbers"]
     size = pair.many.params["slice_sizes"][operand.dim]
     if not isinstance(indices, Whole) or size != pair.shape(0)[operand.dim]:
@@ -92,7 +104,9 @@ def _read_other_dims(pair: Pair, operand: Rows, indices: State) -> State:
 
 
 def _read_own_row(pair: Pair, operand: Rows, columns: Sequence[State]) -> State:
-    """Of rows that are indexed: right where the column of their dim has the index of each example."""
+    """Reads rows whose dim of examples is indexed: the column of that dim must have the example's own index."""
+    # Worked example: `logits[arange(n), targets]` of rows logits[n, V] along dim 0. `start_index_map` is (0, 1), so
+    # that column 0 indexes the examples. It is Whole with `index` 0: element i is i. Column 1, the targets, is rows.
     met = pair.met("gather reads rows of other examples")
     dims = pair.many.params["dimension_numbers"]
     if len(columns) != len(dims.start_index_map) or operand.copies != 1:
@@ -104,7 +118,7 @@ def _read_own_row(pair: Pair, operand: Rows, columns: Sequence[State]) -> State:
         return met
     if pair.shape(1)[index] != pair.shape(0)[operand.dim]:
         return met
-    # The other columns are of the same example, such as its target, or the same for all.
+    # The other columns must belong to the same example, such as its target, or be the same for all examples.
     rows = Rows(index)
     for number, state in enumerate(columns):
         if number == place or state == rows:
@@ -122,7 +136,7 @@ def _result_dim(pair: Pair, dim: int) -> int:
 
 
 def scatter(pair: Pair, operands: list[State]) -> State:
-    """A scatter within each example: of its own indices and updates, in the batching dims of all three."""
+    """A scatter within each example, as under vmap: array, indices and updates have the examples as a batching dim."""
     dims = pair.many.params["dimension_numbers"]
     operand, indices, updates = operands
     batching = dims.operand_batching_dims

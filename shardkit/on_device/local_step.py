@@ -39,10 +39,10 @@ def local_gradients(
     policy: Precision,
     microbatches: Microbatches | Groups,
 ) -> tuple[Any, dict[str, Any], Any]:
-    """What one device computes in a step: its batch as the loss sees it, its Means by name, and its gradients.
+    """One device's batch as the loss sees it, its Means by name, and its gradients.
 
-    `params` are the parameters as `enter` returns them. Means and gradients are sums over the device's microbatches or
-    groups, in float32 if there are several.
+    `params` are the parameters as `enter` returns them. If the device has several microbatches or groups, Means and
+    gradients are sums over them, in float32.
 
     Cost: what the GradFn sends, once for each microbatch.
     """
@@ -80,8 +80,8 @@ def local_gradients(
             split=_first_split(placement.batch),
             reads=isinstance(grad_fn, WithCarried),
         )
-        # What is returned are this device's sums. Nothing is summed over devices yet: that would be sent for each
-        # microbatch, and `leave` does it once.
+        # The results are this device's sums. A sum over devices would be sent for each microbatch here; `leave` sends
+        # one for all microbatches.
         if microbatches.words:
             means, grads = microbatches.sum_examples(of_examples, batch, keys, scale, placement)
         else:
@@ -92,7 +92,7 @@ def local_gradients(
 def local_terms(
     grad_fn: GradFn, params: Any, batch: Any, keys: Any, placement: Placement, policy: Precision
 ) -> dict[str, tuple[Any, ...]]:
-    """The Means of this device's examples by name, without gradients; `params` are of `enter`.
+    """The Means of this device's examples by name, without gradients; `params` come from `enter`.
 
     Cost: what the loss sends.
     """
@@ -124,7 +124,7 @@ def local_terms(
 def local_means(
     loss_fn: LossFn, params: Any, batch: Any, placement: Placement, policy: Precision, *carried: Any, local: bool
 ) -> dict[str, Any]:
-    """What one device computes in an evaluation: its Means, the loss under "loss". `params` come from `enter`.
+    """One device's Means in an evaluation by name, the loss under "loss"; `params` come from `enter`.
 
     Cost: what the loss sends.
     """
@@ -153,9 +153,10 @@ def local_means(
 def note_split_leaf(
     run: Callable[[Any], Any], function: Any, params: Any, placement: Placement, compute: Any
 ) -> AbstractContextManager[None]:
-    """Where `run(params)` inside of it cannot be traced, and could with all leaves whole, a note says so.
+    """A context that adds a note to an error of `run(params)` if the error is gone with all leaves whole.
 
-    `function` is the GradFn or the loss that it runs: if it is no pipeline and the plan has stages, it should be one.
+    `function` is the GradFn or the loss that it runs. If the plan has stages and the function is no pipeline, the note
+    says to pass a pipeline.
     """
     leaf = placement.part_in_loss
     if not leaf:
@@ -179,7 +180,7 @@ def note_split_leaf(
 
 
 def _check_results(out: Any) -> Any:
-    """What a GradFn returned, after a check: of a loss the signature does not always tell that it is none."""
+    """The results of a GradFn, after a check: a loss passed in its place is refused here, if not by its signature."""
     if not isinstance(out, tuple | list) or is_mean(out) or len(out) != 3:
         raise TypeError(
             f"make_train_step: a GradFn must return (Mean, aux, gradients); got {kind(out)}. Pass "
@@ -210,7 +211,7 @@ def _check_gradients(params: Any, grads: Any) -> None:
 
 
 def _layout_bound(placement: Placement) -> AbstractContextManager[None]:
-    """Binds, while the loss is traced, the axes that split the tokens, and a leaf of which a device has a part."""
+    """A context that binds the axes that split the tokens, and the path of a leaf of which a device has only a part."""
     batch_axes = spec_axes(placement.batch)
     token_axes = batch_axes[1] if len(batch_axes) > 1 else ()
     return bind_token_axes(token_axes, placement.part_in_loss)

@@ -55,8 +55,8 @@ def named_means(out: Any) -> dict[str, Any]:
 def terms_by_name(means: Mapping[str, Any]) -> dict[str, tuple[Mean, ...]]:
     """Named means without trees and sums: the terms of the loss, and each Mean of a tree by its path.
 
-    Terms of a sum of means are not combined here: that would divide by the weights of all devices, and who compares
-    losses of parts of the examples wants those of each part.
+    The terms of a sum of means are not combined. To combine them divides by the weights of all devices, but who
+    compares the losses of parts of the examples needs the terms of each part.
     """
     terms = {"loss": terms_of(means["loss"])}
     for name, value in means.items():
@@ -69,7 +69,10 @@ def terms_by_name(means: Mapping[str, Any]) -> dict[str, tuple[Mean, ...]]:
 
 @jax.custom_jvp
 def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """The weight of a loss, beside its total; differentiating it is an error: gradients are those of the total."""
+    """The weight, unchanged; differentiating it is an error, because gradients are those of the total alone.
+
+    The total is an operand so that a reader of the traced program finds both in one equation.
+    """
     return weight
 
 
@@ -160,9 +163,9 @@ def refuse_rounded_totals(out: Any) -> None:
 def _check_constant_weight(weight: Any) -> None:
     """Refuses a constant weight that is zero, negative or not finite: nothing can be divided by it.
 
-    Inside shard_map every value of a batch is traced, so that an array which is not is a constant. Outside of it, as
-    on one device without jit, the batch has values too, and may be of padding alone: then only a plain number is
-    checked.
+    Inside shard_map the arrays of a batch are traced, so that an array with values is a constant. Outside of it, as on
+    one device without jit, the batch has values too, and its weights may be zero where all of it is padding. There only
+    a plain number is checked.
     """
     is_number = type(weight) in (int, float)
     is_constant_array = bool(bound_axes()) and not isinstance(weight, jax.core.Tracer)

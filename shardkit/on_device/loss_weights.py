@@ -25,7 +25,11 @@ MeansFn = Callable[[Any], Mapping[str, Any]]
 
 
 class _Tag(NamedTuple):
-    """A leaf of the batch on which a value depends, and whether by its value or (also) through a comparison."""
+    """A leaf of the batch on which a value depends.
+
+    A value that is computed from a leaf has two tags, with `value` True and False. A comparison drops the True ones:
+    its result depends on the leaf, but not on the digits of the leaf's numbers.
+    """
 
     leaf: int
     value: bool
@@ -41,8 +45,8 @@ class _Leaves(NamedTuple):
     """The leaves of a batch by their numbers."""
 
     scalars: set[int]
-    whole: set[int]  # those that have no dim which devices split
-    rounded: set[int]  # those that the compute dtype would round
+    whole: set[int]  # leaves without a dim that devices split
+    rounded: set[int]  # leaves that the compute dtype would round
 
 
 class _TracedMean(NamedTuple):
@@ -62,9 +66,9 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split
     carried state.
 
     Raises:
-        ValueError: a total over examples whose weight is computed from scalar leaves only: each device and each
-            microbatch would count it again; one over parts of examples, from leaves that are whole on each device; one
-            whose weight is computed from carried state only.
+        ValueError: each device and each microbatch would count the same weight again. The weight of a total over
+            examples is computed from scalar leaves only, or from carried state only; or that of a total over parts of
+            examples from leaves that are whole on each device.
 
     Cost: nothing is sent. A batch with arrays that would be rounded, or with scalars, and carried state cost a second
         trace of the loss.
@@ -97,7 +101,8 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split
     try:
         means = trace(cast_all_but(()))
     except TypeError as error:
-        # A weight that was summed in the compute dtype: in the dtypes of the batch the trace tells which one.
+        # Probably the loss sums a weight in the compute dtype, which a Mean refuses. In the dtypes of the batch the
+        # loss can be traced, and the trace shows which arrays make the weight.
         try:
             means = trace(cast_all_but(leaves.rounded))
         except Exception:
@@ -131,7 +136,7 @@ def _trace_means(means_of: Callable[[list[Any]], Mapping[str, Any]], arrays: lis
 
 
 def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once: bool, split: int) -> None:
-    """Refuses a weight that counts once on each device, or in each microbatch, beside a total that has a share."""
+    """Refuses a weight that each device, or each microbatch, counts in full, while its total is a share of a sum."""
     made_of = {tag.leaf for tag in mean.weight}
     counted = {tag.leaf for tag in mean.total} - {_STATE}
     axes = quoted(sorted(mean.unshared))
@@ -158,7 +163,7 @@ def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once
 
 
 def _outside(x: Any) -> int | None:
-    """What a constant of the traced loss is; None if it follows from nothing that a step is passed."""
+    """The tag of a constant of the traced loss: the keys, or the state for other traced values; None for a number."""
     if not isinstance(x, jax.core.Tracer):
         return None
     return _KEYS if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else _STATE

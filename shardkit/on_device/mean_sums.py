@@ -34,12 +34,13 @@ def global_means(
     """The means over all devices: each summed over exactly the axes over which its total varies.
 
     The sums are float32 and invariant over all axes. `stage_axes` split the layers of a pipeline: an error along them
-    is that of a loss which is no pipeline.
+    says that the loss must be a pipeline.
 
     Raises:
-        ValueError: a weight that varies over other axes of several devices than its total, except for one that varies
-            over none while the total varies over `batch_axes`, which split the batch; an array that varies over further
-            axes, whose devices may have parts of it instead of parts of a sum.
+        ValueError: a weight varies over other axes than its total. Axes of one device do not count. A weight that
+            varies over no axis is right beside a total that varies over `batch_axes`, the axes that split the batch.
+            Or an array varies over an axis that does not split the batch: its devices may have parts of the array
+            instead of parts of a sum.
 
     Cost: one all_reduce of 8 bytes per mean, of an array for each element; those over the same axes share one
         collective.
@@ -49,10 +50,10 @@ def global_means(
     for number, (name, mean) in enumerate(means_by_path(dict(means))):
         axes = _axes_of_sum(name, mean, batch_axes, stage_axes)
         groups.setdefault(axes, []).append(number)
-    # After the loss, total and weight are summed by one collective for all means over the same axes, those over which
-    # the total varies. In the loss, the sum would be sent for each microbatch, and divided where no device has the
-    # weight of them all. Over an axis along which all devices have the same total, as tp's, a sum would count it once
-    # for each.
+    # Means whose totals vary over the same axes share one collective, after the loss. A sum inside the loss would be
+    # sent for each microbatch, and be divided before any device has the weight of all microbatches. Over an axis along
+    # which all devices have the same total, such as a tp axis, nothing is summed: a sum would count the total once for
+    # each of its devices.
     for axes, numbers in groups.items():
         sums = _sum_together([leaves[number] for number in numbers], axes)
         for number, mean in zip(numbers, sums, strict=True):
@@ -111,10 +112,10 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str], stage_axes:
 
 
 def combine_terms(terms: Sequence[Mean]) -> jax.Array:
-    """What is differentiated of a sum of means: their totals, each over its own weight and times the largest weight.
+    """The scalar of which a sum of means is differentiated: each total over its own weight, times the largest weight.
 
-    An all_reduce stands here, because one gradient of several means divides each by the weight of the whole batch, of
-    which a device knows its share. The largest divides them all at the end, as the weight of one Mean does.
+    The weights are those of the whole batch. A device knows only its share of them, so an all_reduce sums them here,
+    before the gradient. The step then divides the gradient by the largest weight, as it does by the weight of one Mean.
 
     Worked example: of a batch, `a` has weight 8 and `b` weight 2. The total is `8/8 * a.total + 8/2 * b.total`, and
     after the sum over devices it is divided by 8: `a.total / 8 + b.total / 2`.
@@ -124,8 +125,9 @@ def combine_terms(terms: Sequence[Mean]) -> jax.Array:
     weights = jnp.stack([vary(mean.weight.astype(jnp.float32), axes) for mean in terms])
     if axes:
         weights = all_reduce(weights, axes)
-    # Beside one that varies, a mean that is the same along an axis counts once for each of its devices: its gradient,
-    # and its weight here, but not in the weights of which the divisor is the largest.
+    # A term may be the same along an axis over which another term varies. Then its gradient is summed once for each
+    # device of the axis, and so is its weight, in the all_reduce above: the copies cancel. The weights by which the
+    # step divides have no copies, so the largest of them is found without copies.
     copies = jnp.array([_count_copies(axes, term_axes) for term_axes in varying], jnp.float32)
     largest = divisor_of(jnp.max(weights / copies))
     divisors = divisor_of(weights)

@@ -37,7 +37,7 @@ def cast_metrics(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
-    """Whether loss and gradients are finite on all devices; nothing is sent for those that are invariant."""
+    """Whether loss and gradients are finite on all devices; nothing is sent for values that all devices share."""
     finite = jnp.isfinite(loss)
     for grad in jax.tree.leaves(grads):
         finite = finite & jnp.all(jnp.isfinite(grad))
@@ -49,7 +49,7 @@ def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
 
 
 def if_finite(metrics: Mapping[str, Any], new: Any, old: Any) -> Any:
-    """What a step leaves: `new`, or `old` where its loss or a gradient is not finite and the step looks."""
+    """The state after a step: `new`, or `old` if the step checks for finite numbers and a number is not finite."""
     if "finite" not in metrics:
         return new
     return jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)

@@ -28,7 +28,7 @@ from shardkit.on_device.batch import example_axes, split_microbatches, take_micr
 from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
 
-# The Means by name, and the gradients, of a batch and the keys of its examples.
+# From a batch and the keys of its examples to the Means by name and the gradients.
 OfExamples = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 Leaves = list[jax.Array]
 OfLeaves = Callable[[Leaves], Any]
@@ -36,21 +36,21 @@ OfLeaves = Callable[[Leaves], Any]
 
 @dataclass(frozen=True)
 class Microbatches:
-    """So many microbatches one after the other, whose sums are added in float32."""
+    """`parts` microbatches one after the other, whose sums are added in float32."""
 
     parts: int = 1
 
     @property
     def words(self) -> str:
-        """The option that asks for it, for errors."""
+        """The option that asks for microbatches, as errors name it."""
         return f"accumulate={self.parts}" if self.parts > 1 else ""
 
     def for_batch(self, batch: Any, placement: Placement) -> Microbatches:
-        """With the number of `parts` that a device has of this batch."""
+        """As it is: every device splits every batch into `parts`. `Groups` counts its parts here."""
         return self
 
     def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
-        """The factor on the gradients inside the GradFn."""
+        """The factor on the gradients inside the GradFn, as it is. `Groups` hides it from the compiler."""
         return scale
 
     def sum_examples(
@@ -78,9 +78,9 @@ class Microbatches:
 
 
 def split_leaves(of_examples: OfExamples, batch: Any, keys: Any, parts: int) -> tuple[OfLeaves, Leaves]:
-    """The same function of the arrays of one microbatch, and all arrays with the microbatch as dim 0.
+    """`of_examples` as a function of one microbatch's arrays, and the arrays of all microbatches, for a scan.
 
-    Scalars, which a scan does not take, are those of the whole batch.
+    The arrays have the microbatch as dim 0. A scan takes no scalars: the function has the scalars of the batch in it.
     """
     leaves, structure = jax.tree.flatten(split_microbatches((batch, keys), parts))
 
@@ -97,7 +97,7 @@ class TracedOnce:
 
     Attributes:
         jaxpr: the program.
-        shapes: of its results.
+        shapes: the shapes and dtypes of its results.
     """
 
     def __init__(self, of_leaves: OfLeaves, example: Leaves):
@@ -110,7 +110,7 @@ class TracedOnce:
         """The results for arrays of the shapes of the example."""
         results = jax.core.eval_jaxpr(self.jaxpr, self._constants, *leaves)
         for i, shape in enumerate(jax.tree.leaves(self.shapes)):
-            if not isinstance(results[i], jax.Array):  # a number in the program, as the weight of a mean over constants
+            if not isinstance(results[i], jax.Array):  # a literal of the program, such as a constant weight
                 results[i] = jnp.asarray(results[i], shape.dtype)
         return jax.tree.unflatten(self._structure, results)
 
@@ -118,8 +118,9 @@ class TracedOnce:
 def _warn_of_mixing(jaxpr: Any, parts: int, batch_axes: tuple[str, ...]) -> None:
     """Warns of a loss that mixes examples of several devices.
 
-    It would mix those of one microbatch: a contrastive loss has fewer negatives, a norm over the batch other moments.
-    What the plan sends for its leaves is right in each microbatch, and marked.
+    With microbatches it mixes the examples of one microbatch only: a contrastive loss has fewer negatives, a norm over
+    the batch has other moments. The plan's collectives for its leaves are right in each microbatch; they are marked,
+    and no reason to warn.
     """
     for site in walk(jaxpr):
         collective = kind_of(site.equation)

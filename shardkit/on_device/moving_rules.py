@@ -1,4 +1,4 @@
-"""What primitives that move, join or take apart elements make of rows of examples, and of sums over them."""
+"""The rules of primitives that move, join or take apart elements: rows stay rows while an example's row stays whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOVES_TOTALS = {
 
 
 def of_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
-    """A rule for an operation that moves or combines the elements of one array; a sum over the examples stays one."""
+    """Wraps a rule for rows of one array: further operands are indices, and a sum over the examples may be moved."""
 
     def apply_rule(pair: Pair, operands: list[State]) -> State:
         state, *places = operands
@@ -46,13 +46,16 @@ def squeeze(pair: Pair, rows: Rows) -> State:
 
 
 def reshape(pair: Pair, rows: Rows) -> State:
-    """The dim in which whole examples still follow each other.
+    """The dim of the result along which whole examples still follow each other.
 
-    For example, of `[B, T, D]` to `[B * T, D]` it is dim 0, with T rows of an example, and back again. To `[B / 2, 2 *
-    T, D]` there is none: two examples share a row.
+    Worked examples, of B examples:
+
+    - `[B, T, D]` to `[B * T, D]`: dim 0, with T rows for each example; and back again.
+    - `[2, B, D]` with examples along dim 1, to `[2 * B, D]`: dim 0, with two copies of all examples.
+    - `[B, T, D]` to `[B / 2, 2 * T, D]`: no dim, because two examples share a row.
     """
     elements_before = math.prod(pair.shape(0)[: rows.dim])
-    blocks = elements_before * rows.copies  # so many times all examples follow each other in the flat array
+    blocks = elements_before * rows.copies  # how often all examples follow each other in the flat array
     outer = 1
     for dim, size in enumerate(pair.out):
         has_whole_blocks = outer * size % (blocks * pair.examples) == 0 and blocks % outer == 0
@@ -63,7 +66,7 @@ def reshape(pair: Pair, rows: Rows) -> State:
 
 
 def reverse(pair: Pair, rows: Rows) -> State:
-    """Right along dims that do not count the examples."""
+    """Rows stay rows unless the dim of the examples is reversed."""
     if rows.dim in pair.many.params["dimensions"]:
         return pair.met("rev changes the order of the examples")
     return rows
@@ -79,7 +82,7 @@ def take_slice(pair: Pair, rows: Rows) -> State:
 
 
 def _take_copies(pair: Pair, rows: Rows, size: int, start: int, limit: int, stride: int = 1) -> State:
-    """Some of the copies of all examples; other parts would leave out some examples."""
+    """Rows stay rows if whole copies of all examples are taken: of two copies of 4 examples rows 4 to 8, not 2 to 6."""
     length = size // rows.copies
     if stride == 1 and start % length == 0 and limit % length == 0 and limit > start:
         return replace(rows, copies=(limit - start) // length)
@@ -87,7 +90,7 @@ def _take_copies(pair: Pair, rows: Rows, size: int, start: int, limit: int, stri
 
 
 def split(pair: Pair, operands: list[State]) -> list[State]:
-    """As `take_slice` for each of the parts."""
+    """Each part of the split is a slice of the array."""
     rows = operands[0]
     dim = pair.many.params["axis"]
     results: list[State] = []
@@ -102,7 +105,7 @@ def split(pair: Pair, operands: list[State]) -> list[State]:
 
 
 def dynamic_slice(pair: Pair, rows: Rows) -> State:
-    """Right where all examples are taken."""
+    """Rows stay rows if the slice has all examples."""
     if pair.out[rows.dim] != pair.shape(0)[rows.dim]:
         return pair.met("dynamic_slice takes some of the examples")
     return rows
@@ -126,14 +129,14 @@ def dynamic_update(pair: Pair, operands: list[State]) -> State:
 
 
 def pad(pair: Pair, operands: list[State]) -> State:
-    """Right along dims that do not count the examples."""
+    """Rows stay rows unless the dim of the examples is padded."""
     rows, value = operands
     if not isinstance(rows, Rows) or not isinstance(value, Whole):
         return pair.met("pad is applied to a sum over the examples")
     if tuple(pair.many.params["padding_config"][rows.dim]) != (0, 0, 0):
         return pair.met("pad adds rows beside the examples")
     if not value.zero and value.scale != rows.scale:
-        return pair.met("pad combines examples with their number")
+        return pair.met("pad combines examples with the number of examples")
     return rows
 
 
@@ -159,7 +162,7 @@ def concatenate(pair: Pair, operands: list[State]) -> State:
     met = pair.met("concatenate combines an example with its place in the batch")
     if dim != len(pair.out) - 1:
         return met
-    # A gather at the index of each example reads its own row: it looks at the columns.
+    # Perhaps these are the indices of `logits[arange(n), targets]`: only `gather` can tell, from the columns.
     return replace(met, columns=tuple(operands))
 
 
@@ -176,7 +179,7 @@ def _concatenate_copies(pair: Pair, operands: list[State], rows: list[Rows], who
 def stack(pair: Pair, operands: list[State]) -> State:
     """Arrays side by side along a new dim."""
     axis = pair.many.params["axis"] % len(pair.out)
-    # As branches of a condition: an element of the result is one of either.
+    # An element of the result is one of any operand, as the result of a condition is one of any branch.
     joined = operands[0]
     for state in operands[1:]:
         joined = join(pair, joined, state)

@@ -36,12 +36,13 @@ def _call_vmapped(call_loss_by: Callable[[Callable[..., Any]], Any]) -> None:
 
 
 def call_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, a loss and what it is called with, as on one device.
+    """Calls a loss with its arguments, traced as on one device.
 
     Raises:
-        ValueError: an argument of which this device has a part.
+        ValueError: this device has only a part of an argument.
     """
-    # Both are found in advance: inside, where there is no mesh, jax would say that an axis is unbound.
+    # Split leaves and lazy leaves are refused before the loss is called: inside, where there is no mesh, jax would only
+    # say that an axis is unbound.
     check_whole()
     lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
     if lazy:
@@ -53,10 +54,11 @@ def call_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def note_type_errors(call_loss_by: Callable[[Callable[..., Any]], Any]) -> AbstractContextManager[None]:
-    """A loss inside of it that only the types of axes keep from being traced ends in an error with a note of it.
+    """A context that adds a note to the error of a loss which cannot be traced only because of the types of axes.
 
-    `call_loss_by(caller)` calls the loss by `caller(loss, *args)`: as on one device, which a loss that communicates
-    cannot be, or without these types.
+    `call_loss_by(caller)` calls the loss by `caller(loss, *args)`. Callers are `call_on_one_device`, which fails for a
+    loss that communicates, and `call_untyped`, on the mesh without the types of axes. The note is of the first caller
+    by which the loss can be traced. A collective over an axis of vmap has a note of its own.
     """
     if not tracked_axes():
         return nullcontext()

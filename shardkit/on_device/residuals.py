@@ -1,9 +1,11 @@
 """The residuals of error feedback in a state: their shapes and layouts under a plan, and the checks of both.
 
-In a state a residual is `[R, ...]` of the leaf's shape, with a row for each of the R devices whose gradients are still
-to be summed where the first reduction with feedback gets them. Only the sum of the rows matters, so a checkpoint can be
-restored on any number of devices. Residuals are in units of the gradient after it is divided by its weight and the loss
-scale, which change from step to step. `feedback.py` adds them, and returns the new ones.
+In a state a residual has the shape `[R, ...]`: the leaf's shape, with R rows in front. R is the number of devices over
+which the gradient is not summed yet when its first reduction with feedback begins; each of them has one row. Only the
+sum of the rows matters, so a checkpoint can be restored on any number of devices.
+
+Residuals have the unit of the final gradient: divided by the weight and the loss scale, which change from step to step.
+`feedback.py` adds the residuals to the gradients, and returns the new ones.
 """
 
 from __future__ import annotations

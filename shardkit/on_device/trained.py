@@ -15,7 +15,7 @@ _TRAINED = "value_and_grad: trained must be a tree of bools like the parameters,
 
 
 def check_trained(trained: Any) -> None:
-    """Refuses what is no tree of bools, or True nowhere."""
+    """Refuses a `trained` that is no tree of bools, or that is False everywhere."""
     flags = jax.tree.leaves(trained)
     for flag in flags:
         if not isinstance(flag, bool):
@@ -24,13 +24,14 @@ def check_trained(trained: Any) -> None:
         raise ValueError(f"{_TRAINED}, True for some leaf; got {trained!r}. Set True for the leaves that you train.")
 
 
-# What GradFns say of the leaves that they train, while a step is traced: it leaves frozen ones as they are.
+# While a step is traced, each GradFn adds a tree of bools here: which leaves it trains. The step leaves leaves that no
+# GradFn trains as they are.
 _NOTED: ContextVar[list[Any] | None] = ContextVar("trained leaves", default=None)
 
 
 @contextmanager
 def noting_trained() -> Iterator[list[Any]]:
-    """Inside of it, each GradFn with a `trained` notes a tree of bools, True for the leaves that it trains."""
+    """A context in which each GradFn notes a tree of bools in the list: True for the leaves that it trains."""
     noted: list[Any] = []
     token = _NOTED.set(noted)
     try:
@@ -40,9 +41,9 @@ def noting_trained() -> Iterator[list[Any]]:
 
 
 def frozen_leaves(noted: list[Any], structure: Any) -> list[bool]:
-    """For each leaf of the parameters, whether no GradFn trains it. A sum of several GradFns trains what one does.
+    """For each leaf of the parameters, whether it is frozen: no GradFn of the step trains it.
 
-    `structure` is that of the parameters in their original form.
+    `structure` is the tree structure of the parameters in their original form.
 
     Raises:
         ValueError: a GradFn with frozen leaves was passed another tree than the parameters of the step.
@@ -66,7 +67,7 @@ def frozen_leaves(noted: list[Any], structure: Any) -> list[bool]:
 class TrainedLeaves:
     """Which leaves of a tree are trained, by `trained=`, a prefix of the tree: splits trees like it, and joins them.
 
-    A GradFn with frozen leaves is noted for the step around it when this is made.
+    Making one notes the trained leaves for the step that is being traced.
 
     Worked example: of `{"head": w, "norm": g, "scale": s}` with `trained={"head": True, "norm": False, "scale": True}`,
     `select()` is `[w, s]`, `merge([v, t])` is `{"head": v, "norm": g, "scale": t}`, and `with_zeros([dw, ds])` is

@@ -1,8 +1,10 @@
-"""Values that do not depend on the examples: along which dims their elements differ, and how they grow with the number.
+"""The rules of values that do not depend on the examples: which elements differ, and how they grow with the number.
 
-Worked example: `arange(n)` is whole: it is the same whatever the examples are. Its elements differ along dim 0, along
-which each is its own index. Added to a row for each example it would tell them apart by their place in the batch.
-`sum(ones(n))` is whole too, and has scale 2: it is twice as large for twice as many examples.
+Worked examples, for n examples:
+
+- `arange(n)` is whole: it is the same whatever the examples are. Its elements differ along dim 0, and each is its own
+  index. Added to a row for each example, it would tell the examples apart by their place in the batch.
+- `sum(ones(n))` is whole too, and has scale 2: it is twice as large for twice as many examples.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ WholeRule = Callable[[Pair, list[Whole]], list[Whole]]
 
 
 def whole_results(pair: Pair, operands: list[State]) -> list[State]:
-    """What the results of an equation are whose operands are all whole."""
+    """The states of an equation's results, if all its operands are whole."""
     wholes = select(operands, Whole)
     if pair.name not in _KEEPS_ELEMENTS and _depends_on_size(pair, wholes):
         return [any_whole(variable, UNKNOWN) for variable in pair.many.outvars]
@@ -30,13 +32,14 @@ def whole_results(pair: Pair, operands: list[State]) -> list[State]:
 
 
 def _depends_on_size(pair: Pair, wholes: Sequence[Whole]) -> bool:
-    """Whether more examples may change a result, as the maximum of an arange or its last element."""
+    """Whether more examples may change a result, such as the maximum of `arange(n)`, or its last element."""
     shapes = [variable.aval.shape for variable in pair.few.invars]
     grows = any(shape != pair.shape(number) for number, shape in enumerate(shapes))
     return grows and any(state.differs for state in wholes)
 
 
 def _unknown(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    """A primitive without a rule: its results are whole, and all their elements may differ."""
     scale = 1.0 if all(state.scale == 1 for state in wholes) else UNKNOWN
     return [any_whole(variable, scale) for variable in pair.many.outvars]
 
@@ -59,6 +62,8 @@ def _keep(pair: Pair, wholes: list[Whole]) -> list[Whole]:
 
 
 def _compare_with_zero(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    # jax reads `x[i]` at `where(i < 0, i + n, i)`. Of `i = arange(n)` the condition is known to be False, so that the
+    # indices stay an arange, and `gather` sees that each example reads its own row.
     first, second = wholes
     if first.index is not None and second.zero:
         return [Whole(zero=pair.name == "lt")]  # an index is not negative
@@ -144,7 +149,7 @@ def _product(pair: Pair, wholes: list[Whole]) -> list[Whole]:
 
 
 def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: Any) -> int:
-    """Where a dim of one operand of dot_general, neither contracted nor shared, is in the result."""
+    """The dim of dot_general's result that a dim of an operand becomes, which is neither contracted nor shared."""
     # The result has the shared dims first, then the free ones of the left operand, then those of the right one.
     place = len(batch[0])
     for number in range(side + 1):
@@ -157,7 +162,7 @@ def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: 
 
 
 def _change_one_dim(pair: Pair, wholes: list[Whole]) -> list[Whole]:
-    """Elements move or are combined along one dim, and along the others stay as they are."""
+    """Elements move or are combined along one dim; along the other dims they stay as they are."""
     params = pair.many.params
     differs = frozenset[int]().union(*(state.differs for state in wholes))
     changed = set()
@@ -190,7 +195,7 @@ _RULES: dict[str, WholeRule] = {
     "reduce_sum": _sum,
     "dot_general": _product,
 }
-# What stays as it is where an array has more elements, or has a rule of its own for that.
+# Primitives that leave the first elements as they are when an array gets more, or whose rule considers its length.
 _KEEPS_ELEMENTS = {
     *ELEMENTWISE,
     *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "reduce_sum", "dot_general"),

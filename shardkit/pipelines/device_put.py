@@ -4,9 +4,9 @@ Microbatches move with `jax.device_put`, and overlap because jax dispatches prog
 in width, code and parameters; idle stages run nothing. In every step one Python process dispatches M programs per
 stage and the moves between them: for stages of a millisecond or more.
 
-Shards have the same shape on both sides of a move, on equally many devices, so that each device sends its shard to one
-other. Where shapes differ jax copies through the host and blocks, so that nothing overlaps; between processes it
-refuses.
+Shards must have the same shape on both sides of a move, and both meshes equally many devices. Then each device sends
+its shard to one other device. With other shapes jax would copy through the host and block, so that nothing overlaps;
+between processes it would refuse the move.
 
 Source: Huang et al., GPipe (arXiv:1811.06965); Xhebraj et al., JaxPP (arXiv:2412.14374).
 """
@@ -127,7 +127,8 @@ def device_put_value_and_grad(
             shapes and layouts of its parameters, float32. The call does not wait for the devices.
 
     Raises:
-        TypeError: meshes that are none; at trace time a loss that returns anything else, as `value_and_grad`.
+        TypeError: an entry of `meshes` that is no mesh; at trace time a loss that returns anything else, as
+            `value_and_grad`.
         ValueError: not one mesh per stage, meshes that share a device or differ in size, a list of specs of another
             length or with an unknown axis. At the call: microbatches that do not divide the batch, arrays that do not
             share dim 0, an indivisible dim, or a value whose shards would have another shape on the next mesh.

@@ -1,7 +1,7 @@
 """What one device computes in a tick: forward (F), backward (B), input gradient (I), weight gradient (W).
 
-Every device runs the same program. Where an op is not its own, it either computes it all the same and discards the
-result (masked), or takes an empty branch (branched).
+Every device runs the same program. In a tick in which it has no such op, a device either computes the op all the same
+and discards the result (masked), or takes an empty branch (branched).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardkit.pipelines.split_backward import TwoHalves
 Fields = dict[str, jax.Array]  # a row of the table
 Leaves = list[jax.Array]
 Fn = Callable[..., Any]
-# `(layers, args, residuals, dy) -> (layers, dx, weight_residuals)`: a stage's backward pass, which adds to the sums of
-# the layers' gradients what it computes of them
+# `(layers, args, residuals, dy) -> (layers, dx, weight_residuals)`: a stage's backward pass. `layers` are the sums of
+# the layers' gradients so far, to which it adds its own.
 StageBackward = Callable[[Leaves, PieceArguments, Leaves, Leaves], tuple[Leaves, Leaves, Leaves]]
 
 
@@ -57,14 +57,14 @@ class Masked:
         return fn(*args)
 
     def choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
-        """`fn()` where on, elsewhere `otherwise()`; `fn` runs that piece."""
+        """`fn()` where on, elsewhere `otherwise()`; `piece` is what `fn` runs."""
         if piece.silent:
             return lax.cond(on, fn, otherwise)
-        # Selected, not multiplied by zero: what is discarded may be NaN.
+        # Selected, not multiplied by zero: a discarded value may be NaN.
         return jax.tree.map(partial(jnp.where, on), fn(), otherwise())
 
     def update(self, on: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-        """A sum after `run`, from what `run` made of it."""
+        """A sum after `run`: `new` where on, elsewhere `old`."""
         return jnp.where(on, new, old)
 
 
@@ -80,19 +80,19 @@ class Branched:
         return lax.cond(on, fn, otherwise)
 
     def update(self, on: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-        """A sum after `run`: only devices that are on get here."""
+        """A sum after `run`: `new`, because only devices that are on run the branch in which this stands."""
         return new
 
 
 class Ops(NamedTuple):
-    """The ops of a schedule, each `(state, row of the table) -> state`, with what it sends where it sends something.
+    """The ops of a schedule. Each takes the state and a row of the table, and returns the state and what it sends.
 
     Worked example: tick 4 of 1F1B on two devices with three microbatches, in which device 0 runs 0F2 and device 1 runs
     1B1. The program of both is F, then B.
 
         device 0   F: the embedding of microbatch 2, then the stage, gives y. It sends y to device 1.
                    B: is off. Masked, it is computed with the arguments of microbatch 0, and its gradients are not
-                   added; branched, it gives zeros. What is sent of it is not read.
+                   added; branched, it gives zeros. Nobody reads what it sends.
         device 1   F: is off.
                    B: reads the stage's input of microbatch 1 from slot 1 of `inputs`, computes residuals and y again,
                    adds the head's loss to the means, gets dy from the head, adds the gradients of its layers to the
@@ -135,7 +135,7 @@ class Ops(NamedTuple):
         return state, y
 
     def _add_means(self, means: Any, fields: Fields, args: PieceArguments, y: Leaves) -> Any:
-        """The means with those of the head, on the last stage of a step of evaluation."""
+        """The means in an evaluation, to which the last stage adds the means of the head."""
         is_last = (fields["forward_stage"] == self.last) & (fields["forward_on"] > 0)
         args, runs = self._find_end(fields, "head", args, is_last)
 
@@ -192,7 +192,7 @@ class Ops(NamedTuple):
             state: buffers and sums.
             fields: the row of the table.
             run_stage: the backward pass of the stage.
-            weight_residuals: the shapes of what it returns beside dx.
+            weight_residuals: the shapes of the weight residuals that it returns.
 
         Returns:
             The state, dx, and the residuals of weight gradients.
@@ -226,7 +226,7 @@ class Ops(NamedTuple):
     def _run_head_backward(
         self, sums: Sums, fields: Fields, args: PieceArguments, y: Leaves, received: Leaves
     ) -> tuple[Any, Any, Leaves]:
-        """Means, sums of shared gradients, and dy: on the last stage from the head, elsewhere as received."""
+        """Means, sums of shared gradients, and dy: the last stage gets dy from the head, others from the next stage."""
         is_last = (fields["backward_stage"] == self.last) & (fields["backward_on"] > 0)
         args, runs = self._find_end(fields, "head", args, is_last)
 
@@ -240,7 +240,7 @@ class Ops(NamedTuple):
         return self._choose(runs, run_head, skip, self.pieces.head_backward)
 
     def _run_embed_backward(self, shared: Any, fields: Fields, args: PieceArguments, dx: Leaves, is_first: Any) -> Any:
-        """Sums of shared gradients, on the first stage with those of the embedding."""
+        """Sums of shared gradients; the first stage adds the gradients of the embedding."""
         args, runs = self._find_end(fields, "embed_gradient", args, is_first)
 
         def run_embed() -> Leaves:
@@ -250,7 +250,7 @@ class Ops(NamedTuple):
         return self._choose(runs, run_embed, lambda: shared, self.pieces.embed_backward)
 
     def _embed_on_first(self, fields: Fields, op: str, args: PieceArguments, x: Leaves) -> Leaves:
-        """The stage's input: on the first stage the embedding's."""
+        """The stage's input: on the first stage the result of the embedding, elsewhere `x`, as received."""
         embed = self.pieces.embed
         is_first = self._is_first(fields, op)
         end = "embed" if op == "forward" else "embed_gradient"
@@ -293,10 +293,11 @@ class Ops(NamedTuple):
     # ---- embedding and head on one device, or spread over all
 
     def _find_end(self, fields: Fields, end: str, args: PieceArguments, is_own: Any) -> tuple[PieceArguments, Any]:
-        """The arguments of embedding or head, and whether they run: on this device, or if spread on all of them.
+        """The arguments of embedding or head, and whether this device runs it.
 
-        Spread, all devices run them for one microbatch, that of the table's `ends`: `fields` has the end in ticks in
-        which they do. Whether they run is then no traced value, but True or False.
+        On one device, only the device of the first or last stage runs it, `is_own`. Spread, all devices run it together
+        in some ticks, for the microbatch that the table's `ends` name: `fields` has `end` in these ticks alone, so that
+        the answer is True or False, and no traced value.
         """
         if self.find_common is None:
             return args, is_own
@@ -305,7 +306,7 @@ class Ops(NamedTuple):
         return self.find_common(fields[end]), True
 
     def _select_own(self, is_own: Any, results: Leaves, otherwise: Leaves) -> Leaves:
-        """Of what all devices compute together, what the device of that stage goes on with."""
+        """The results of a spread embedding or head on the device of its stage; elsewhere `otherwise`."""
         if self.find_common is None:
             return results
         return jax.tree.map(partial(jnp.where, is_own), results, otherwise)

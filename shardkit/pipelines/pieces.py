@@ -85,10 +85,11 @@ class Pieces:
         model: what the user passes.
         shared: the parameters beside the layers.
         args: an example of the arguments of a piece.
-        axes: the pipe axis, over which everything here varies but embedding and head where they are spread.
-        least: the fewest layers of a stage; the others run one by one, and are discarded where a stage lacks them.
-        common: an example of the arguments of embed and head where these are spread: one microbatch on all devices.
-        owner: the device of the last stage, where embedding and head are spread; None elsewhere.
+        axes: the pipe axis. Everything here varies over it, except a spread embedding and head.
+        least: the fewest layers of any stage. Further layers run one by one; a device whose stage lacks such a layer
+            discards its result.
+        common: if embedding and head are spread, an example of their arguments: one microbatch on all devices.
+        owner: if embedding and head are spread, the device of the last stage; else None.
 
     Attributes:
         x: shapes and types of the activations.
@@ -133,11 +134,12 @@ class Pieces:
     def _find_activations(self, embedded: Any) -> Any:
         """Shapes and types that a stage takes and returns, from those of the embedding.
 
-        What a stage returns may vary over more axes than its input, as in a stage with experts. The next stage takes
-        it, and all stages are one program: so the input is typed as varying over these axes from the first stage on.
+        The output of a stage may vary over more axes than its input, as in a stage with experts. It is the input of the
+        next stage, and all stages are one program: so the input is typed as varying over these axes from the first
+        stage on.
 
-        Worked example: the embedding varies over "pipe". The stage returns what varies over "pipe" and "expert". Passed
-        that, it returns the same type: that is the type of all activations.
+        Worked example: the embedding varies over "pipe", and the stage's output over "pipe" and "expert". Given an
+        input of this type, the stage returns the same type: it is the type of all activations.
         """
         activations = embedded
         while True:
@@ -162,7 +164,7 @@ class Pieces:
             ) from error
 
     def _check_kinds(self, x: Any, y: Any) -> None:
-        """Refuses a stage that does not return what the next one takes."""
+        """Refuses a stage whose output has other shapes or dtypes than the input of the next stage."""
         taken = _find_kinds(x)
         returned = _find_kinds(y)
         if taken != returned:
@@ -176,7 +178,7 @@ class Pieces:
 
     @cached_property
     def _stage_passes(self) -> tuple[list[Any], LayerPasses]:
-        """What the stage closes over, and its passes as of a layer whose weights are all arguments of a piece."""
+        """The arrays that the stage closes over, and its passes: a layer whose weights are the arguments of a piece."""
         layer = Traced(self.stage, self._args, self.x)
         flags = jax.tree.map(lambda _: False, self._args)
         flags = flags._replace(layers=jax.tree.map(flag_differentiable, self._args.layers, is_leaf=is_handle))
@@ -265,7 +267,7 @@ class Pieces:
             has, stack = row
             return jax.tree.map(partial(jnp.where, has), run(stack, x), x), None
 
-        # One body, for any number of rows: one after the other they would be compiled one by one.
+        # A scan, so that the layer is compiled once for any number of rows.
         extra_rows = (has_row, jax.tree.map(select_rows, (args.layers, numbers)))
         first_row = jax.tree.map(lambda leaf: leaf[0], extra_rows)
         after, _ = eval_shape(run_row, x, first_row)
@@ -329,10 +331,11 @@ class Pieces:
 
     def _compute_means(self, shared: Any, args: PieceArguments, y: list[Any]) -> dict[str, Mean]:
         if self._owner is not None:
-            # All devices see what the last stage returned, because each has a part of the head. It stands inside what
-            # is differentiated: its transpose sums what the parts of the head send back, and gives it to the last
-            # stage alone. Of the embedding it is the other way round: its gradient is zero on all devices but the
-            # first, and the cast of its result to a varying one sums it, which is a broadcast too.
+            # Every device has a part of the head, so all devices get the output of the last stage. This broadcast
+            # stands inside the differentiated function: its transpose sums the cotangents from all parts of the head,
+            # and gives the sum to the last stage alone. A spread embedding needs no such line: its cotangent is zero on
+            # all devices but the first, and the transpose of casting its result to a varying type sums the cotangent,
+            # so that all devices get the first one's.
             y = broadcast(y, self._axes, source=self._owner)
         loss, aux = loss_and_aux(call_sealed(self._model.head, shared, self._unflatten(y), args.batch))
         for name, mean in means_by_path(aux):
@@ -364,7 +367,7 @@ class Pieces:
         return {name: Mean(*map(self._cast_to_sum, mean)) for name, mean in counted.items()}
 
     def _count_once(self, x: Any) -> Any:
-        """A total or weight; one that is the same on all devices counts on that of the last stage only."""
+        """A total or weight; if it is the same on all devices, it counts on the device of the last stage only."""
         if self._owner is None or varying_axes(x) & set(self._axes):
             return x
         return jnp.where(axis_index(self._axes) == self._owner, x, jnp.zeros_like(x))
@@ -383,7 +386,7 @@ class Pieces:
 
 
 def _vary_plain_weight(mean: Mean, except_axes: tuple[str, ...]) -> Mean:
-    """A mean whose weight is a plain number, typed as its total: the pipeline masks both, which makes it vary."""
+    """A mean whose weight, if it is a plain number, is typed as varying like its total: the pipeline masks both."""
     if varying_axes(mean.weight):
         return mean
     axes = varying_axes(mean.total) - set(except_axes)

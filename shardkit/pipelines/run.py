@@ -105,7 +105,7 @@ def build_loss(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mod
 
 
 class _DeviceInputs(NamedTuple):
-    """What this device has: its layers and its examples."""
+    """This device's layers and examples, and which layers each stage of the model has."""
 
     stacks: Any  # its part of the stack, `[chunks, layers, ...]`
     microbatches: Any  # batch and keys, `[microbatches, examples, ...]`
@@ -357,13 +357,13 @@ class Executor(NamedTuple):
     def _write_arrivals(
         self, state: LoopState, segment: Segment, arrivals: list[list[jax.Array]], slots: jax.Array
     ) -> LoopState:
-        """The state with what has moved, in its slots."""
+        """The state with the arrivals written into their slots."""
         for k, (field, leaves) in enumerate(zip(segment.moves, arrivals, strict=True)):
             name = buffer_of(field)
             buffers = getattr(state, name)
             slot = slots[k]
             if name in self.table.crowded:
-                # The number of a slot beyond the last means that nobody needs it: the last one keeps what is in it.
+                # A slot number beyond the last says that no op reads this arrival: the last slot keeps its content.
                 last = self.table.buffers[name] - 1
                 arrives = slot <= last
                 slot = jnp.minimum(slot, last)
@@ -373,19 +373,19 @@ class Executor(NamedTuple):
         return state
 
     def _send(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
-        """What a neighbor, or the device itself, receives.
+        """Moves the results of a tick to a neighbor, or keeps them; returns what this device receives.
 
         A field is named by its sender: what "from_left" holds is sent to the right, by +1.
         """
         sender = field.split("_")[-1]
         if sender == "self" or self.axis is None:
             return leaves
-        # Every device sends in every tick of the segment, also one that has nothing to send: a ppermute is one call of
-        # all devices, and inside an op, which under mode="branch" some of them skip, those that run it would wait for
-        # the others for ever. What is sent in vain goes to a free slot, or nowhere. It stands at the end of the tick
-        # because nothing of this tick reads it: what F returns may be under way while B computes. jax never
-        # differentiates this ppermute: the backward pass of a stage ends at its inputs, and the table says in which
-        # tick the cotangents move to the neighbor.
+        # Every device sends in every tick of the segment, also if it has nothing to send: a ppermute is one call of all
+        # devices. Inside an op, which some devices skip under mode="branch", the devices that run it would wait for the
+        # others for ever. An arrival that nobody needs goes to a free slot, or is dropped. The ppermute stands at the
+        # end of the tick because nothing in this tick reads it: the result of F may be under way while B computes. jax
+        # never differentiates this ppermute: the backward pass of a stage ends at its inputs, and the table says in
+        # which tick the cotangents move to the neighbor.
         return list(shift(leaves, self.axis, by=1 if sender == "left" else -1, wrap=self.wraps))
 
 
@@ -434,7 +434,7 @@ def _finish_before(tree: Any) -> Any:
     numbers_by_axes: dict[frozenset[str], list[int]] = {}
     for number, leaf in enumerate(leaves):
         numbers_by_axes.setdefault(frozenset(varying_axes(leaf)), []).append(number)
-    for numbers in numbers_by_axes.values():  # one barrier would type all of them as varying over the axes of any
+    for numbers in numbers_by_axes.values():  # one barrier for all would type each as varying over the axes of all
         results = lax.optimization_barrier([leaves[number] for number in numbers])
         for number, leaf in zip(numbers, results, strict=True):
             leaves[number] = leaf

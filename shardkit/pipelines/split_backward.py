@@ -1,11 +1,13 @@
-"""A backward pass cut into two: what the previous stage waits for, and weight gradients, which can wait.
+"""A backward pass cut into two halves: the input gradient, for which a stage waits, and the weight gradients.
 
-Dead-code elimination is not enough: weight gradients alone would compute the whole chain of cotangents again. So the
-first half hands over the values inside the chain that the second half uses, and a loop over layers becomes two loops:
-the first stacks these values, the second scans over the stacks.
+Dead-code elimination cannot cut it: a program of the weight gradients alone would compute the whole chain of cotangents
+again. So the first half hands the values of the chain that the second half uses to it. In this file only these values
+are called residuals. A loop over layers becomes two loops: the first stacks the residuals, the second scans over the
+stacks.
 
-Worked example: a stage of one layer `h = x @ w, y = tanh(h)`. Its backward pass is a function of w, which is lasting,
-of the residuals x and h, and of dy. A label says which half has a value, 1 the first, 2 the second:
+Worked example: a stage of one layer `h = x @ w, y = tanh(h)`. The forward pass has saved x and h. The backward pass is
+a function of w, x, h and dy. Both halves are passed w: it is a *lasting* argument. x, h and dy are passed to the first
+half alone. A label says which half has a value, 1 the first, 2 the second:
 
     equation             label of the result    run by
     s = 1 - tanh(h)**2   1                      the first half
@@ -15,9 +17,9 @@ of the residuals x and h, and of dy. A label says which half has a value, 1 the 
     u = transpose(x)     2                      the second half: a view costs nothing
     dw = u @ dh          2                      the second half, which returns dw
 
-The residuals are dh and x: what the second half reads, and neither computes nor is passed as lasting. In a scan over L
-layers both are stacked, [L, ...]: the first scan goes from the last layer to the first and carries dx, the second
-carries nothing.
+The second half reads dh and x, which it neither computes nor is passed: they are the residuals. In a scan over L layers
+both are stacked, [L, ...]. The first scan goes from the last layer to the first and carries dx; the second carries
+nothing.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.
 """
@@ -42,27 +44,27 @@ from shardkit._jax.primitives import VIEWS, registered
 # Labels are sets of halves, as bits.
 FIRST = 1
 SECOND = 2
-# Views of a value, as casts are. The second half computes them again, unless their operands are larger.
+# Views of a value, and casts like these. The second half computes them again, unless their operands are larger.
 _VIEWS = VIEWS | {"rev", "name"}
 
 
 class TwoHalves:
-    """A function cut into two halves: what its first results need, and the rest, which uses values of the first half.
+    """A function cut into two halves: one computes its first results, the other the rest, with values of the first.
 
-    Every equation is in one half, except those that follow from lasting arguments alone, and views of a value such as a
-    broadcast, which may be in both. Loops (`lax.scan`) are cut inside; branches and `while` are not.
+    Every equation is in one half. Only views of a value, such as a broadcast, and equations that follow from lasting
+    arguments alone may be in both. Loops (`lax.scan`) are cut inside; branches and `while` are not.
 
     Args:
-        fn: takes arrays and returns a list of arrays. What it closes over counts as lasting.
+        fn: takes arrays and returns a list of arrays. Arrays that it closes over count as lasting.
         args: the arrays, or their ShapeDtypeStructs.
-        first: for each result whether the first half returns it.
-        lasting: for each argument whether the second half is passed it too, such as weights and keys.
+        first: for each result, whether the first half returns it.
+        lasting: for each argument, whether the second half is passed it too, such as weights and keys.
 
     Attributes:
-        residuals: the ShapeDtypeStructs of what the first half hands to the second, the stacks of loops included: only
-            what the second half uses, and nothing that follows from lasting arguments alone.
+        residuals: the ShapeDtypeStructs of the values that the first half hands to the second, the stacks of loops
+            included. They have only values that the second half uses and cannot compute from lasting arguments.
         whole: whether the second half would compute nothing: run `fn` unsplit.
-        why: where `whole`, one sentence that names what could not be cut; else "".
+        why: if `whole`, one sentence that names what could not be cut; else "".
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], first: Sequence[bool], lasting: Sequence[bool]):
@@ -101,15 +103,15 @@ class _Program(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """Which half computes, reads or returns what of a program: none (0), FIRST, SECOND or BOTH."""
+    """The halves that use each part of a program, as bits: none (0), FIRST, SECOND, or both (3)."""
 
-    # which half has it. The second half has it as a residual unless it computes or is passed it.
+    # the halves that have the variable: the second half computes it, is passed it, or reads it from the residuals
     variables: dict[Any, int]
-    arguments: list[int]  # which half is passed it
-    equations: list[int]  # which half runs it
-    results: list[int]  # which half returns it
+    arguments: list[int]  # the halves that are passed the argument
+    equations: list[int]  # the halves that run the equation
+    results: list[int]  # the halves that return the result
     loops: dict[int, _Labels]  # the labels of loops' bodies, by the number of the equation
-    # what the first half hands to the second: variables, and `(number, variable)` for stacks of a loop
+    # the values that the first half hands to the second: variables, and `(number, variable)` for stacks of a loop
     residuals: list[Any]
 
 
@@ -125,11 +127,11 @@ def _inline_program(jaxpr: Any, constants: Sequence[Any]) -> _Program:
     return _Program(closed.jaxpr, closed.consts, loops)
 
 
-# ---- what follows from lasting arguments alone
+# ---- steady variables follow from lasting arguments alone: the second half may compute them again
 
 
 def _find_steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
-    """The variables that follow from lasting arguments alone, those in loops included."""
+    """The steady variables of a program and of its loops."""
     steady = {*program.jaxpr.constvars, *compress(program.jaxpr.invars, lasting)}
     for number, equation in enumerate(program.jaxpr.eqns):
         operands = _are_steady(equation.invars, steady)
@@ -144,7 +146,11 @@ def _find_steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
 
 
 def _find_steady_in_loop(equation: Any, body: _Program, operands: list[bool]) -> tuple[set[Any], list[bool]]:
-    """The steady variables of a loop's body, and which of its results are: a carry, if it is so in every round."""
+    """The steady variables of a loop's body, and for each of its results whether it is steady.
+
+    A carry is steady if it is so in every round: each pass drops carries that a round makes from others, until no pass
+    drops one.
+    """
     carry = _find_carry(equation)
     while True:
         steady = _find_steady(body, operands)
@@ -165,9 +171,10 @@ def _are_steady(atoms: Iterable[Any], steady: set[Any]) -> list[bool]:
 
 
 def _label_program(program: _Program, steady: set[Any], results: Sequence[int], at_hand: Sequence[bool]) -> _Labels:
-    """The labels that follow from those of the results, from the last equation to the first.
+    """The labels of a program, from the labels of its results: from the last equation back to the first.
 
-    The second half may compute the `steady` variables again, and is passed the arguments that are `at_hand`.
+    The second half may compute the `steady` variables again. `at_hand` says of each argument whether the second half is
+    passed it; any other argument that it reads is a residual.
     """
     variables = defaultdict[Any, int](int)
     equations = [0] * len(program.jaxpr.eqns)
@@ -213,7 +220,7 @@ def _label_program(program: _Program, steady: set[Any], results: Sequence[int], 
 
 
 def _label_results(equation: Any, wanted: Sequence[int], first: int, steady: set[Any]) -> list[int]:
-    """Which half computes the results of an equation, which is no loop, from which half wants them."""
+    """For each result of an equation, which is no loop, the halves that compute it, from the halves that want it."""
     is_view = _is_view(equation, _are_steady(equation.invars, steady))
     can_repeat = is_view or not first
     return [
@@ -229,19 +236,19 @@ def _label_repeated(v: Any, wanted: int, can_repeat: bool, steady: set[Any]) -> 
 
 
 def _label_loop(equation: Any, body: _Program, steady: set[Any], wanted: Sequence[int]) -> _Labels:
-    """The labels of a loop's body, the same in every round; its results and arguments are those of the loop."""
+    """The labels of a loop's body, the same in every round; its results and arguments have the loop's labels."""
     carry = _find_carry(equation)
     carries = carry.stop - carry.start
     outs = equation.outvars
-    # The first half: its results, and what other rounds of it need of the carry.
+    # The first half returns its results, and carries what its other rounds need.
     results = [label & FIRST for label in wanted]
     at_hand = [True] * len(equation.invars)
     results, labels = _settle_carry(body, steady, results, at_hand, carry, FIRST)
-    # What the first half has in every round anyway, it also returns.
+    # A stacked result that the first half computes in every round anyway is returned by the first half.
     for k, v in enumerate(body.jaxpr.outvars[carries:], carries):
         if not _is_literal(v) and v not in steady:
             results[k] |= labels.variables[v] & FIRST
-    # The second half: it is passed a carry that it can compute itself, since the first half does not have it.
+    # The second half carries what it can compute itself: steady carries, and carries that the first half does not have.
     at_hand[carry] = [v in steady or not label for v, label in zip(outs, results[:carries], strict=False)]
     results = [
         label | _label_repeated(v, want, not label, steady)
@@ -255,10 +262,10 @@ def _label_loop(equation: Any, body: _Program, steady: set[Any], wanted: Sequenc
 def _settle_carry(
     body: _Program, steady: set[Any], results: list[int], at_hand: Sequence[bool], carry: slice, half: int
 ) -> tuple[list[int], _Labels]:
-    """The results of a loop's body with every carry that other rounds of this half need, and the labels.
+    """The results of a loop's body, with every carry that this half needs, and the labels.
 
-    A fixed point: a carry that this half reads in a round is a result that it must return in the round before, and to
-    compute that result it may read further carries. It ends when a pass adds none.
+    A carry that the half reads in a round must be a result of the round before, and to compute this result the half may
+    read further carries. So passes are repeated until one adds no carry.
     """
     while True:
         labels = _label_program(body, steady, results, at_hand)
@@ -276,7 +283,10 @@ def _settle_carry(
 def _run_half(
     program: _Program, labels: _Labels, half: int, args: Sequence[Any], residuals: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """One half: its results, None for others, and of the first the residuals; unused arguments may be None."""
+    """Runs one half: its results, with None for results of the other half, and the residuals if it is the first.
+
+    Arguments that the half does not use may be None.
+    """
     values: dict[Any, Any] = {}
     values.update(zip(program.jaxpr.constvars, program.constants, strict=True))
     values.update(zip(program.jaxpr.invars, args, strict=True))
@@ -308,9 +318,9 @@ def _run_half(
 def _run_loop(
     equation: Any, body: _Program, labels: _Labels, half: int, operands: Sequence[Any], stacks: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """One half of a loop: its results, None for others, and of the first the stacked residuals."""
+    """Runs one half of a loop: its results, with None for the other half's, and its stacked residuals if the first."""
     carry = _find_carry(equation)
-    # To scan, None is a tree without leaves.
+    # None stands for what this half does not use; scan takes it as a tree without leaves.
     operands = [x if label & half else None for x, label in zip(operands, labels.arguments, strict=True)]
     constants = operands[: carry.start]
 
@@ -330,7 +340,7 @@ def _run_loop(
 
 
 def _only_views(program: _Program, labels: _Labels) -> bool:
-    """Whether the second half only looks at what it is handed."""
+    """Whether the second half computes nothing but views of its residuals."""
     for number in _find_members(SECOND, labels.equations):
         if number not in program.loops and not _is_view_primitive(program.jaxpr.eqns[number].primitive.name):
             return False
@@ -338,7 +348,7 @@ def _only_views(program: _Program, labels: _Labels) -> bool:
 
 
 def _explain_whole(program: _Program, labels: _Labels) -> str:
-    """Names an equation of the first half that computes the second results."""
+    """The sentence of `why`: names an equation of the first half that computes results of the second."""
     rule = "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
     makers = []
     for key in labels.residuals:
@@ -401,5 +411,5 @@ def _is_literal(atom: Any) -> bool:
 
 
 def _find_members(half: int, labels: Iterable[int]) -> list[int]:
-    """The numbers of what a half has."""
+    """The places of the labels that include a half."""
     return [k for k, label in enumerate(labels) if label & half]

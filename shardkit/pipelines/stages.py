@@ -27,7 +27,7 @@ def build_stack_plan(stages: Stages) -> Plan:
             if spread is None:
                 return f"not in the stack {stages.stack!r}"
             return split_by_rules("pipeline", axes, spread, leaf)
-        # Stages for any number of devices are for those of the mesh.
+        # `devices` is None for stages that fit any mesh: here they get the devices of this mesh.
         mesh_stages = stages._replace(devices=stages.devices or leaf.ways)
         _check_leaf(leaf, mesh_stages, axes)
         rows = mesh_stages.rows(leaf.shape[0])

@@ -1,8 +1,9 @@
-"""Meshes with Explicit axes: results have their layouts in their types, and what is between is compiled for Auto axes.
+"""Meshes with Explicit axes: arguments and results of a step have layouts in their types; inside, its axes are Auto.
 
-Inside shard_map all axes of a plan are Manual, whatever they were. Around it run optimizers, which are not written for
-types with layouts (they slice, reshape and sum), so a step takes its arguments into Auto types and its results out.
-So do axes that are not Manual: jax 0.10 to 0.12 cannot compile a reduce_scatter of what is split over an Explicit axis.
+Inside shard_map all axes of a plan are Manual, whatever they were before. Around it the optimizer runs, which slices,
+reshapes and sums, and is not written for types with layouts. So a step casts its arguments to types over Auto axes, and
+its results back. Axes that are not Manual become Auto too: jax 0.10 to 0.12 cannot compile a reduce_scatter of an array
+that is split over an Explicit axis.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def auto_mesh(mesh: Any) -> Mesh:
 
 
 def set_auto_mesh(mesh: Any) -> AbstractContextManager[Any]:
-    """Sets the mesh with Auto axes if it has others: `jax.set_mesh` of it may surround what is called inside.
+    """A context in which the mesh has Auto axes, also within the caller's `jax.set_mesh` of it with other axes.
 
-    Outside of jit alone, as `jax.set_mesh`.
+    Like `jax.set_mesh`, it cannot be used inside jit.
     """
     auto = auto_mesh(mesh)
     return nullcontext() if auto is mesh else jax.set_mesh(auto)
@@ -57,7 +58,7 @@ def change_axis_types(tree: Any, mesh: Any) -> Any:
 def wrap_for_explicit_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     """A function for use inside jit with arrays over a mesh with Explicit axes, from one for `auto_mesh(mesh)`.
 
-    The `out_shardings` of that jit type its results again.
+    The `out_shardings` of the jit give its results types with layouts again.
     """
     auto = auto_mesh(mesh)
     if auto is mesh:
@@ -77,7 +78,7 @@ def wrap_for_explicit_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., A
 
 
 def apply_on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> Any:
-    """`fn(x)` of an array that may be over Explicit axes, as if these were Auto.
+    """`fn(x)` of an array that may be laid out over Explicit axes, computed as if the axes were Auto.
 
     The result is laid out as the array is, except for the dims `whole`.
     """

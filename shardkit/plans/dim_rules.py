@@ -49,7 +49,7 @@ def make_dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> Choos
 
 
 def _find_dim(name: str, axes: tuple[str, ...], path: str, shape: tuple[int, ...], spec: PartitionSpec) -> int | None:
-    """The dim on which a spec has the axes, all of them; None for a spec that has none of them.
+    """The dim on which a spec has all of the axes; None for a spec without any of the axes.
 
     Of the axes ("d",): dim 1 for P(None, "d") and for P(None, ("t", "d")), none for P("t"). P("d", "d") is refused.
     """
@@ -112,7 +112,7 @@ def _check_dim(where: str, dim: Any, ndim: int) -> int | None:
 
 
 def axes_of_rules(name: str, axes: tuple[str, ...], rules: DimRules | None) -> tuple[tuple[str, str], ...]:
-    """The path of each leaf that a tree of specs splits, with each axis over which it does; none for a function."""
+    """For a tree of specs, `(path, axis)` for each axis over which it splits a leaf; nothing for a function."""
     if rules is None or is_function(rules):
         return ()
     pairs = []
@@ -123,7 +123,7 @@ def axes_of_rules(name: str, axes: tuple[str, ...], rules: DimRules | None) -> t
 
 
 def is_function(rules: DimRules) -> bool:
-    """Whether rules are a function, and not a tree of specs in the form of a module, which can be called too."""
+    """Whether rules are a function. A module with specs for leaves is a tree of specs, although it can be called."""
     leaves = jax.tree.leaves(rules, is_leaf=_is_spec)
     return callable(rules) and not any(_is_spec(leaf) for leaf in leaves)
 
@@ -164,6 +164,8 @@ def choose_in_subtree(subtree: str, stack: str) -> ChooseDim:
         outer = names[: names.index(subtree)]
         if stack not in outer:
             return 0
+        # In "layers.experts.up" dim 0 counts layers, and dim 1 the experts of a layer. In "layers.3.experts.up" the
+        # stack is a list: this is a leaf of layer 3, and dim 0 counts its experts.
         from_stack = ".".join(names[outer.index(stack) :])
         return 1 if is_stacked(from_stack, (stack,)) else 0
 
@@ -176,10 +178,11 @@ def is_in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:
 
 
 def is_stacked(path: str, subtrees: tuple[str, ...]) -> bool:
-    """Whether dim 0 of a leaf counts layers: it is in one of the named subtrees, and that is a stack.
+    """Whether dim 0 of a leaf counts layers: the leaf is in one of the named subtrees, and the subtree is a stack.
 
-    In a list of layers the path continues with the layer's number and a path within the layer. A tuple of stacks is a
-    stack. Of the subtree "layers": layers.up and layers.0 are stacked, layers.0.up is a leaf of one layer in a list.
+    A subtree may be a list of layers instead: then the path continues with the number of a layer, and a path within the
+    layer. Of the subtree "layers": layers.up is in a stack, layers.0.up is a leaf of layer 0 in a list, and layers.0 is
+    in a stack again, the first of a tuple of stacks.
     """
     for name in subtrees:
         if not is_in_subtrees(path, (name,)):

@@ -1,7 +1,8 @@
-"""The axes that are Manual in a step (`manual=`), and how arrays are split over those left to XLA's partitioner.
+"""The axes that are Manual in a step (`manual=`), and how arrays are split over the axes left to XLA's partitioner.
 
-Where the parameters are split over the latter is the caller's choice, in the layouts of the arrays that `init` gets. It
-is read there, and from the first state in each step: the plan splits other dims, and every state keeps its layout.
+The caller chooses how parameters are split over the partitioner's axes, by the layouts of the arrays that `init` gets.
+`init` reads these layouts; each step reads them from the first state that it gets. The plan splits other dims, and
+every state keeps its layout.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def manual_axes(where: str, manual: Any, plan: Any, mesh: Any) -> tuple[str, ...
 def record_automatic_splits(plan: Any, params: Any, manual: tuple[str, ...]) -> Any:
     """The plan with the specs of the leaves over the axes that are not Manual.
 
-    A leaf laid out as P(("data", "model"), "expert") has P("model", "expert") there if "data" alone is Manual.
+    If "data" alone is Manual, the plan has P("model", "expert") for a leaf laid out as P(("data", "model"), "expert").
     """
     specs = []
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded):
@@ -61,10 +62,11 @@ def record_automatic_splits(plan: Any, params: Any, manual: tuple[str, ...]) -> 
 
 
 class JitByLayouts:
-    """A jitted function of a state, or of parameters, and more, built for the layouts of the first that it gets.
+    """A jitted function whose first argument is a state or parameters, built when it is first called.
 
-    `build(plan, layouts)` gets the plan with these, and the layouts as a tree; `params_of` takes the parameters out of
-    the first argument. Arguments with other layouts are right: the results are laid out as the first.
+    `build(plan, layouts)` makes it. The layouts are those of the first argument of the first call, as a tree; the plan
+    has the partitioner's splits of its parameters, which `params_of` takes out of it. A later call may pass arrays with
+    other layouts: the results are laid out as in the first call.
     """
 
     def __init__(self, build: Callable[..., Any], plan: Any, manual: tuple[str, ...], params_of: Callable[[Any], Any]):

@@ -2,8 +2,8 @@
 
 A strategy says which dim of each leaf it splits, when the weight is gathered, and when its gradient is scattered (the
 table of `Split`). The layouts at `rest` (in the state), as `seen` (in the GradFn) and for the `update` (gradients and
-optimizer state) follow. `enter` and `leave` (in `on_device/seam.py`) read no more but the batch's
-spec, so a new strategy is a new file with a placement rule.
+optimizer state) follow. `enter` and `leave` (in `on_device/seam.py`) read only these layouts and the spec of the batch,
+so a new strategy is a new file with a placement rule.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
     Attributes:
         strategies: one for each use of an axis.
-        automatic: by path, how the partitioner splits leaves over axes that the plan does not use.
+        automatic: the path of a leaf, and its spec over axes that the plan does not use and the partitioner splits.
     """
 
     strategies: tuple[Strategy, ...]
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which each device has layers of its own, as of pp."""
+        """The mesh axes along which each device has layers of its own: the axes of pp."""
         axes: list[str] = []
         for strategy in self.strategies:
             if strategy.stages is not None:
@@ -166,7 +166,7 @@ class Plan(NamedTuple):
         return decisions
 
     def _complete(self, strategy: Strategy, path: str, ndim: int, answer: Any, mesh: Mesh) -> Split | str:
-        """What a placement rule returned, checked, with the axes and the algorithms of its strategy."""
+        """The answer of a placement rule, checked, with the axes and the algorithms of its strategy filled in."""
         if answer is not None and not isinstance(answer, Split | str):
             raise TypeError(
                 f"{strategy.name}: place must return a Split, the reason why a leaf stays whole, or None; got "
@@ -181,7 +181,7 @@ class Plan(NamedTuple):
                 f"gather={answer.gather!r} with scatter={answer.scatter!r} for leaf {path}. Pass 'never' for "
                 "both if the loss gets the part, else for none."
             )
-        # Secondary axes are major: what is gathered over the others is then one part of the dim.
+        # Secondary axes are major, so that gathering over the other axes gives one contiguous part of the dim.
         axes = (*answer.secondary, *(axis for axis in strategy.axes if axis not in answer.secondary))
         if answer.gather != "never":  # over one device nothing is gathered, nor does the batch vary
             axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
@@ -282,7 +282,7 @@ class Placement:
 
     @cached_property
     def part_in_loss(self) -> str:
-        """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
+        """The path of a leaf of which the loss gets a part, as under tp, ep and pp; "" if it gets every leaf whole."""
         leaves = jax.tree_util.tree_leaves_with_path(self.layouts, is_leaf=is_layout)
         for path, layout in leaves:
             if len(layout.seen):

@@ -1,8 +1,8 @@
-"""What a plan specifies for one leaf, as data: which dims are split over which axes, and when each of them is whole.
+"""What a plan specifies for one leaf, as data: which dims are split over which axes, and when each dim is whole.
 
-Worked example: a 16x8 leaf on a mesh of data=4 and model=2. `tp("model")` splits dim 1 for good, and another strategy
-splits dim 0 over "data" for a part of the step. Shapes on one device, with the times that the strategy writes into its
-Split:
+Worked example: a 16x8 leaf on a mesh of data=4 and model=2. `tp("model")` splits dim 1 for the whole step, and another
+strategy splits dim 0 over "data" for a part of it. Shapes on one device, with the times that the other strategy writes
+into its Split:
 
 | strategy over "data" | `gather`, `scatter` | `rest` | `seen` | `grad` | `update` |
 |---|---|---|---|---|---|
@@ -45,7 +45,7 @@ class Cut(NamedTuple):
     axes: tuple[str, ...]
     gather_by: Algorithm = PLAIN
     reduce_by: Algorithm = PLAIN
-    keep: bool = False  # what is gathered in a layer's forward pass is kept for its backward pass
+    keep: bool = False  # the result of this gather, in a layer's forward pass, is kept for its backward pass
     automatic: tuple[tuple[int, tuple[str, ...]], ...] = ()  # the dims that the partitioner splits, with their axes
 
 
@@ -53,11 +53,12 @@ Cuts = tuple[Cut, ...]
 
 
 def separate_kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
-    """The cuts that are gathered for a secondary part, with those that cut its parts further; and the others.
+    """The cuts that a layer gathers once, in its forward pass, and the cuts that its backward pass gathers again.
 
     Of `fsdp(("node", "gpu"), secondary="gpu")` a dim has the cuts "gpu", then "node" with `keep`. The forward pass
-    gathers over "node" first, and keeps the result, which is split over "gpu" alone. So ("node",) is kept, and ("gpu",)
-    is gathered again in the backward pass.
+    gathers over "node" first, and keeps the result, the secondary part, which is split over "gpu" alone. So ("node",)
+    is gathered once, and ("gpu",) again in the backward pass. A cut after one with `keep` cuts its parts further, and
+    is gathered before it: also once.
     """
     kept: list[Cut] = []
     others: list[Cut] = []
@@ -96,8 +97,9 @@ class Split(NamedTuple):
         stack: whether dim 0 counts layers that are gathered one by one. No other strategy may then split it.
         rows: the stored order of dim 0, as in `LeafLayout`.
         note: a remark on it for `describe`.
-        secondary: axes for the backward pass. The forward pass gathers over the other axes and keeps a part over these;
-            the backward pass gathers over these alone. The algorithms of the strategy are for the other axes.
+        secondary: axes for the backward pass. The forward pass gathers over the other axes, and keeps a part that is
+            split over the secondary axes; the backward pass gathers over the secondary axes alone. The algorithms of
+            the strategy are for the other axes.
         axes: the axes, major first. The plan fills in the axes of the strategy, the secondary ones first.
         gather_by: the algorithm of its gathers; the plan fills it in.
         reduce_by: the algorithm of its reductions; the plan fills it in.
@@ -123,7 +125,7 @@ class Split(NamedTuple):
 
     @property
     def cuts(self) -> Cuts:
-        """The dims that it cuts, and the algorithms."""
+        """The split as cuts: over its secondary axes by the plain algorithms, then over the other axes by its own."""
         near_axes = tuple(axis for axis in self.axes if axis in self.secondary)
         far_axes = tuple(axis for axis in self.axes if axis not in self.secondary)
         keep = self.gather == "layer" and bool(near_axes)
@@ -142,8 +144,8 @@ class LeafLayout(NamedTuple):
         padded: the dims that are padded where they are split, each with its original size.
         varies: axes beyond those of the batch whose devices use the leaf on different data: its gradient is partial.
         rows: the original index of each stored row of dim 0, -1 for a row of zeros; () for original order.
-        sums: axes over which the strategies that leave the leaf whole sum its gradient, each with its algorithm, where
-            that is not the plain one.
+        sums: the strategies that leave the leaf whole and sum its gradient by an algorithm that is not the plain one:
+            the axes and the algorithm of each.
         automatic: how the partitioner splits it over axes that are not Manual; not visible inside shard_map.
     """
 
@@ -181,12 +183,23 @@ class LeafLayout(NamedTuple):
 
     @property
     def entry(self) -> bool:
-        """Whether a lazy leaf is opened just before the loss, and not by it."""
+        """Whether a lazy leaf is opened just before the loss, instead of by the loss."""
         by_layer = any("layer" in (split.gather, split.scatter) for split in self.splits)
         return self.lazy and not by_layer
 
     def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
-        """The cuts of the splits with these times, in their order; a dim that the same algorithms cut is one cut."""
+        """The cuts of the splits whose `gather` is one of these times, and whose `scatter` is one of these times too.
+
+        Times that are left out match all splits. Splits of one dim by the same algorithms become one cut.
+
+        Worked example: fsdp layer-wise (layer, layer) over "fsdp", then zero1 (update, step) over "data", both on dim
+        0.
+
+            cuts()                                          Cut(0, ("fsdp", "data")): both, as one cut
+            cuts(gather=("layer",))                         Cut(0, ("fsdp",)): what a layer gathers
+            cuts(scatter=("step",))                         Cut(0, ("data",)): what is scattered once per step
+            cuts(gather=("layer",), scatter=("step",))      none: no split has both times
+        """
         automatic = tuple(split_dims(self.automatic).items())
         cuts: list[Cut] = []
         for split in self.splits:
@@ -238,7 +251,7 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
 
 
 def _add_cut(cuts: list[Cut], cut: Cut) -> None:
-    """Appends a cut, or adds its axes to the last one of its dim if they differ in nothing else."""
+    """Appends a cut, or adds its axes to the last cut of its dim if the two cuts differ only in their axes."""
     same_dim = [number for number, earlier in enumerate(cuts) if earlier.dim == cut.dim]
     if same_dim:
         last = cuts[same_dim[-1]]
@@ -249,7 +262,7 @@ def _add_cut(cuts: list[Cut], cut: Cut) -> None:
 
 
 def _merge_splits(splits: Iterable[Split]) -> PartitionSpec:
-    """The spec of splits, of which several may split one dim: the axes of the first are major."""
+    """The spec of splits: if several splits have one dim, the axes of the first are major."""
     axes: dict[int, tuple[str, ...]] = {}
     for split in splits:
         axes[split.dim] = axes.get(split.dim, ()) + split.axes
@@ -258,7 +271,7 @@ def _merge_splits(splits: Iterable[Split]) -> PartitionSpec:
 
 
 def _join_specs(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
-    """The spec of a leaf of which `major` splits the dims, and `minor` the parts of these."""
+    """The spec of a leaf whose dims are split by `major`, and the parts by `minor`."""
     entries = itertools.zip_longest(spec_axes(major), spec_axes(minor), fillvalue=())
     return canonical(PartitionSpec(*(first + second for first, second in entries)))
 
@@ -266,12 +279,12 @@ def _join_specs(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
 def align_times(splits: Iterable[Split]) -> tuple[Split, ...]:
     """Splits whose times fit together on each dim, where later splits cut the parts of earlier ones.
 
-    A part is gathered before what it is a part of: where one is gathered in a layer, so are the others that are not
-    whole before. A gradient is scattered over the first axes first: one is scattered no later than those after it.
+    The parts of later splits are gathered first. So if a later split is gathered in a layer, an earlier one cannot be
+    gathered before, once per step: it is gathered in the layer too. Gradients are scattered over the first split first:
+    it is scattered no later than the splits after it.
 
     Example: zero1 (update, step) after fsdp layer-wise (layer, layer) on one dim stays as it is. fsdp (step, step)
-    before a strategy with (layer, layer) becomes (layer, layer): gathered once per step, the outer part would be a part
-    of a dim that is not whole before its layer runs.
+    before a strategy with (layer, layer) becomes (layer, layer).
     """
     aligned = list(splits)
     layer_dims = {split.dim for split in aligned if split.gather == "layer"}
@@ -287,20 +300,15 @@ def align_times(splits: Iterable[Split]) -> tuple[Split, ...]:
 
 
 class Leaf(NamedTuple):
-    """What a placement rule gets: a leaf's path, its shape after the strategies before, dtype, devices of the axes.
-
-    `split` are the dims that other strategies split already; these must not be padded. `stack` says that dim 0 counts
-    layers that another one gathers one by one; it must not be split. `automatic` are dims that the partitioner splits:
-    a collective over one of them would make it move data.
-    """
+    """A leaf as a placement rule gets it."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the shape of a part, after the strategies before
     dtype: Any
-    ways: int
-    split: frozenset[int] = frozenset()
-    stack: bool = False
-    automatic: frozenset[int] = frozenset()
+    ways: int  # the number of devices along the strategy's axes
+    split: frozenset[int] = frozenset()  # the dims that strategies before split; they must not be padded
+    stack: bool = False  # whether dim 0 counts layers that a strategy before gathers one by one; it must not be split
+    automatic: frozenset[int] = frozenset()  # dims that the partitioner splits: a collective of them would move data
 
 
 class Strategy(NamedTuple):
@@ -309,7 +317,7 @@ class Strategy(NamedTuple):
     name: str  # as the user writes it, `dp('data')`
     axes: tuple[str, ...]  # the mesh axes it uses
     # its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp, 2 zero; 3
-    # for those that split no leaf
+    # for strategies that split no leaf
     rank: int
     batch_dim: int | None  # the dim of the batch that it splits, or None
     # the placement rule: a Split, or the reason in a few words why the leaf stays whole. None keeps every leaf whole.

@@ -7,8 +7,8 @@ numbers are those of one device. Only optimizers that multiply matrices (muon) p
 gathers rows that do not divide, where it would otherwise sum over them.
 
 The stack of a pipeline is stored stage by stage (`stages.py`), each padded with rows of zeros to the longest. Most
-optimizers do not depend on the order of layers, and see the stored order. They see the original order, for which the
-compiler moves rows, if there is padding to remove or the optimizer depends on it.
+optimizers do not depend on the order of layers, and see the stored order. If rows of padding must be removed, or the
+optimizer depends on the order, it sees the original order, for which the compiler moves rows.
 
 Worked example: 5 layers in 2 stages of 3 and 2 on a pipeline of 2 devices. Each device needs as many rows, so the stack
 [5, D] is stored as [6, D] with `rows = (0, 1, 2, 3, 4, -1)`: three rows on each device, and the row of zeros at the end
@@ -85,7 +85,7 @@ def is_padded(x: Any) -> bool:
 
 
 def collect_arrays(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, of padded ones their arrays; specs are leaves.
+    """The arrays of a tree by path: of a padded leaf the stored array. Of a tree of specs, the specs by path.
 
     Raises:
         ValueError: two leaves at one path.
@@ -155,7 +155,7 @@ def restore_leaves(tree: Any, *, in_order: bool) -> Any:
     def restore(leaf: Any) -> Any:
         if not is_padded(leaf):
             return leaf
-        # Types with layouts refuse a cut that leaves a dim which does not divide: there the dim is whole.
+        # Over Explicit axes jax refuses to cut a dim to a size that does not divide, so the result has the dim whole.
         restore_array = partial(_restore_array, sizes=leaf.sizes, rows=leaf.rows, in_order=in_order)
         return apply_on_auto_axes(restore_array, leaf.array, dict(leaf.sizes))
 
@@ -189,9 +189,9 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
-    """These rows, with zeros for those below 0: by one gather, or for uneven stages as slices.
+    """The rows of these indices, with zeros for indices below 0: by one gather, or for uneven stages as slices.
 
-    The gather sends least, but XLA's partitioner fails with an internal error if it changes the number of rows and two
+    A gather sends least, but XLA's partitioner fails with an internal error if the number of rows changes and two
     further dims are split.
     """
     if not uneven:
@@ -207,7 +207,7 @@ def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
 
 
 def _find_runs(rows: Rows) -> list[tuple[int, int]]:
-    """Where each run of consecutive rows starts and stops; each row of zeros, which is -1, is a run.
+    """Where each run of consecutive rows starts and stops; each row of zeros, -1, is a run of its own.
 
     Of (0, 1, 2, 3, 4, -1): (0, 5), the five layers, and (5, 6), the zeros.
     """
@@ -253,6 +253,7 @@ def stored_shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
 
 
 def _must_reorder(rows: Rows, in_order: bool) -> bool:
+    """Whether rows must be moved: the caller wants the original order, or there are rows of zeros between layers."""
     return bool(rows) and (in_order or -1 in rows)
 
 

@@ -1,8 +1,7 @@
-"""Which bytes a plan sends in a step, from the layouts of each leaf: independent of the code that sends them.
+"""How many bytes a plan sends in a step, from the layouts of the leaves: independent of the code that sends them.
 
-This is the one place that says it for any plan. The proof kit compares it with the census of a traced step; the
-planner ranks the layouts of a counted model by it. What the loss sends itself, such as activations over tensor ways,
-is no plan's.
+Nothing else counts the bytes of a plan. The proof kit compares this count with the census of a traced step; the planner
+ranks layouts by it. Bytes that the loss itself sends, such as activations under tensor parallelism, are not in it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _GATHERS = 2  # a layer is gathered in the forward pass and again in the backwar
 
 
 class ValueBytes(NamedTuple):
-    """Bytes of a value on the wire.
+    """Bytes of one number on the wire.
 
     Attributes:
-        compute: of a parameter that is gathered for the loss.
-        reduce: of a gradient.
-        param: of a parameter that is gathered after its update.
+        compute: a number of a parameter that is gathered for the loss.
+        reduce: a number of a gradient.
+        param: a number of a parameter that is gathered after its update.
     """
 
     compute: int = 4
@@ -46,7 +45,7 @@ class PlanTraffic(NamedTuple):
     """Bytes that one device sends in a step, by the axes of the collectives.
 
     Attributes:
-        gathered: gathers of whole leaves, before the loss or after the update: nothing is there to overlap with them.
+        gathered: gathers of whole leaves, before the loss or after the update, where no computation overlaps with them.
         opened: gathers of layers, where the loss uses them.
         reduced: sums and scatters of gradients.
     """
@@ -137,7 +136,7 @@ class _Counter:
             self._add_gradient(layout, original, by_layer)
 
     def _add_parameter(self, layout: LeafLayout, original: tuple[int, ...], by_layer: bool) -> None:
-        """The gathers of a parameter: before the loss, in each microbatch, and after the update."""
+        """Adds the gathers of a parameter: before the loss, in each microbatch, and after the update."""
         compute = self.value_bytes.compute
         gathered = self.traffic.gathered
         opened = self.traffic.opened
@@ -151,13 +150,14 @@ class _Counter:
         gathers = 1 if layout.entry else _GATHERS
         self._add_gathers(opened, again, shape, compute, self.accumulate * gathers, by_layer)
         if self.prefetched and by_layer:
+            # The backward pass begins with the last layer, which the forward pass has just gathered: one layer less.
             self._add_gathers(opened, again, (1, *shape[1:]), compute, -self.accumulate, by_layer)
         gathered_last = layout.cuts(gather=("update",))
         updated = self._local_shape(original, layout.update)
         self._add_gathers(gathered, gathered_last, updated, self.value_bytes.param)
 
     def _add_gradient(self, layout: LeafLayout, original: tuple[int, ...], by_layer: bool) -> None:
-        """The reduce_scatters of a gradient, and its part of the sums over all other axes."""
+        """Adds the reduce_scatters of a gradient, and notes the all_reduces over the other axes for `add_sums`."""
         opened = layout.cuts(gather=("layer",))
         early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
         shape = self._local_shape(original, layout.seen)
@@ -243,7 +243,11 @@ class _Counter:
         return shape
 
     def _add_groups(self, layout: LeafLayout, shape: tuple[int, ...], groups: int) -> None:
-        """A gradient summed group by group: pieces sent to all devices, and gathered where no update splits them."""
+        """Adds the collectives of a gradient that is summed group by group.
+
+        An all_to_all sends pieces to all devices; an all_gather joins the pieces over axes that do not split the
+        update.
+        """
         axes = all_axes(self.batch_spec)
         split_axes = axes & all_axes(layout.update)
         devices = self._count_devices(axes)

@@ -130,7 +130,7 @@ WRONG = {
     ),
     "puts several examples into one row": mean_of(lambda p, b, k: b["y"].reshape(-1, 2 * D).max(-1)),
     "added to a sum over them": lambda p, b, k: sk.Mean(jnp.sum(b["y"]) + jnp.sum(p["w"]), jnp.float32(len(b["y"]))),
-    "combines examples with their number": mean_of(lambda p, b, k: jnp.exp(b["y"] / len(b["y"]))),
+    "combines examples with the number of examples": mean_of(lambda p, b, k: jnp.exp(b["y"] / len(b["y"]))),
     "gt is applied to a sum": lambda p, b, k: lax.cond(b["y"].sum() > 0, lambda: jnp.mean(b["y"]), lambda: 0.0),
     "the examples decide": mean_of(
         lambda p, b, k: lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, jnp.abs(b["y"]))
