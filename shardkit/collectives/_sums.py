@@ -1,8 +1,8 @@
 """The dtype in which long sums are accumulated.
 
-A complete matmul returns its operands' dtype: every compiler accumulates it in float32 and rounds once, whereas a
-float32 result that is then cast would be saved for the backward pass in float32. A partial matmul, to which further
-terms are added, returns float32.
+A complete matmul returns the dtype of its operands: every compiler accumulates the matmul in float32 and rounds once. A
+float32 result that is cast afterwards would be saved for the backward pass in float32. A partial matmul, to which
+further terms are added, returns float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def dot_dtype(*operands: Any) -> Any:
 
 
 def typed_zeros(like: Any, *, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.Array:
-    """Zeros of the shape and dtype of `like`, or of the given ones, that vary over the same axes."""
+    """Zeros that vary over the axes of `like`, of its shape and dtype, or of this `shape` and this `dtype`."""
     if shape is None:
         shape = like.shape
     return vary_like(jnp.zeros(shape, dtype or like.dtype), like)

@@ -82,7 +82,7 @@ def _plain_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways)
 
 
 def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
-    """The bytes of plain collectives; each array of an all_reduce is padded to a multiple of the devices."""
+    """The bytes of a ring: of plain collectives, with each array of an all_reduce padded to a multiple of n."""
     if kernel == "all_reduce":
         n = math.prod(ways.values())
         elements = [_round_up(size, n) for size in elements]
@@ -97,8 +97,8 @@ def _round_up(size: int, multiple: int) -> int:
 # gradients. The types must come out as those of the plain collectives, so that the seam sums nothing twice: a gather
 # that is asked for a replicated result, and every all_reduce, returns an invariant array.
 #
-# A plan has checked what it gathers, an array along a dim that it split, so that the gather is below the checks of
-# `all_gather`.
+# A plan gathers only arrays along dims that it has split and checked, so PLAIN calls `gather_array`, which checks no
+# arguments.
 PLAIN = Algorithm("plain", basic.gather_array, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
 """The collectives of jax: what a strategy uses where none is named."""
 
@@ -179,12 +179,21 @@ def hierarchical(inner: Axis) -> Algorithm:
 def _two_level_cost(
     fast_axes: tuple[str, ...], kernel: str, elements: Sequence[int], itemsize: int, ways: Ways
 ) -> Sent:
+    """The bytes of a collective in two levels: over the slow axes, and over the fast axes.
+
+    Worked example: 800 float32 elements on each device, on 2 machines ("node") of 4 devices ("gpu").
+
+        reduce_scatter   "gpu"    800 elements, 3/4 of 3200 bytes = 2400
+                         "node"   of each device's 200 sums, 1/2 of 800 bytes = 400
+        all_gather       "node"   a shard of 800 elements goes to 1 other machine: 3200 bytes
+                         "gpu"    the shards of both machines go to 3 other devices: 3 * 6400 = 19200 bytes
+    """
     fast, slow = _split_levels(tuple(ways), fast_axes)
     if not fast or not slow:
         return _plain_cost(kernel, elements, itemsize, ways)
     inside = {axis: ways[axis] for axis in fast}
     outside = {axis: ways[axis] for axis in slow}
-    if kernel == "all_gather":  # over the slow links first, so that the fast ones carry what all machines have
+    if kernel == "all_gather":  # over the slow links first; then the fast links carry the shards of all machines
         machines = math.prod(outside.values())
         columns = [size * machines for size in elements]
         return _plain_cost(kernel, elements, itemsize, outside) | _plain_cost(kernel, columns, itemsize, inside)
@@ -399,7 +408,7 @@ def compressed(
         fast, slow = _split_levels(axes, fast_axes)
         if not fast or not slow:
             return {axes: Fraction((n - 1) * count_bytes(parts, dtype_name))}
-        # Inside a machine chunks of all machines are summed, and over the slow links the sums of one chunk.
+        # Inside a machine each device sums 1/devices of the elements; over the slow links it sends 1/n of them.
         devices = math.prod(ways[axis] for axis in fast)
         machines = math.prod(ways[axis] for axis in slow)
         inner_parts = [size // devices for size in elements]
@@ -431,14 +440,14 @@ def _describe_compression(dtype: str, fast_axes: tuple[str, ...], inner_dtype: s
 
 
 def _split_levels(axes: tuple[str, ...], fast_axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of fast links, and those of slow ones; an axis of one device may be missing in `axes`."""
+    """The axes of fast links, and the axes of slow links; an axis of one device may be missing in `axes`."""
     fast = tuple(axis for axis in axes if axis in fast_axes)
     slow = tuple(axis for axis in axes if axis not in fast_axes)
     return fast, slow
 
 
 def _check_ends_in(name: str, fast_axes: tuple[str, ...], where: str, axes: tuple[str, ...]) -> None:
-    """Refuses axes that do not end in the fast ones: a shard's index counts the fast links' devices fastest."""
+    """Refuses axes that do not end in the fast ones: shards are numbered with the devices of a machine fastest."""
     if axes[-len(fast_axes) :] != fast_axes or len(axes) == len(fast_axes):
         raise ValueError(
             f"{where}: {name} needs the axes of slow links, then {named(fast_axes)}; got {quoted(axes)}. Pass for "

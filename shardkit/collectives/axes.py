@@ -116,7 +116,7 @@ def vary_like(tree: Arrays | None, like: Arrays) -> Any:
 
 
 def varies(x: Any, axes: tuple[str, ...]) -> bool:
-    """Whether the type of `x` says that it varies over all of the axes; vmap tracks none."""
+    """Whether the type of `x` says that it varies over all of the axes; False under vmap, which has no such types."""
     return compat.varying_axes(x).issuperset(axes)
 
 

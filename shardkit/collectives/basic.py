@@ -48,14 +48,14 @@ _Names = tuple[str, ...]
 #   whole = all_gather(x, "a", replicated=True). The loss is invariant, so to jax it is one. Its gradient [2 4] is on
 #   every device already, and the transpose takes this device's slice. x gets [2 | 4].
 #
-# The first form is right where each device goes on with data of its own, as in a loss of its own examples: then the
-# gradients with respect to the whole differ, and only their sum is the gradient. The second is right where all devices
-# compute the same. Dividing the first by n gives the right number here, and a wrong one as soon as the devices' losses
-# differ.
+# The first form is right if each device goes on with its own data, as in a loss of its own examples: then the gradients
+# with respect to the whole differ, and only their sum is the gradient. The second form is right if all devices compute
+# the same. Dividing the first by n gives the right number in this example, and a wrong one as soon as the devices'
+# losses differ.
 #
-# With weights it is the same: where an invariant w meets varying data, jax casts w to vary, and the transpose of that
-# cast is the all_reduce of w's gradient. An all_reduce of that gradient would be the second. A function that casts w
-# with `vary` before jax.grad gets the gradient of this device alone, and the all_reduce is left to it.
+# A weight can be counted twice in the same way. If an invariant w meets varying data, jax casts w to vary, and the
+# transpose of this cast is an all_reduce of w's gradient: to all_reduce the gradient again would be one too many. A
+# function that casts w with `vary` before jax.grad gets the gradient of this device alone, and must all_reduce it.
 
 
 @typed
@@ -158,8 +158,8 @@ def _differentiable_extremum(x: jax.Array, names: _Names, op: str) -> jax.Array:
 
 @_differentiable_extremum.defjvp
 def _differentiate_extremum(names: _Names, op: str, primals: Any, tangents: Any) -> Any:
-    # Devices have 3, 5 and 5: the max is 5, which two attain, and the tangent of the max is (dx1 + dx2) / 2. Summed
-    # without the division by the ties, the gradient of an all_reduce over equal values would be n times too large.
+    # Three devices have 3, 5 and 5. The max is 5, which devices 1 and 2 attain, and its tangent is (dx1 + dx2) / 2.
+    # Without the division by the ties, the gradient of the max of n equal values would be n times too large.
     (x,) = primals
     (dx,) = tangents
     extremum = _differentiable_extremum(x, names, op)
@@ -296,9 +296,9 @@ def _scatter_addend(x: jax.Array, names: _Names, dim: int) -> jax.Array:
 def _drop_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
     """The array without its dims of size 1, except `dim`, and the position of `dim` in it.
 
-    The TPU's compiler runs a reduce_scatter as an all_reduce, which sends twice as much, where the array has a dim of
-    size 1 beside the one that is split: `[1, T, D]`, one sequence on a device, is enough for that, in each block of
-    sequence parallelism. So `[T, D]` is sent. It is dropped from a gather too, because its gradient is scattered.
+    If an array has a dim of size 1 beside the split dim, the TPU's compiler runs a reduce_scatter as an all_reduce,
+    which sends twice as much. With one sequence on a device, `[1, T, D]`, that happens in each block of sequence
+    parallelism. So `[T, D]` is sent. A gather drops such dims too, because its gradient is scattered.
     """
     unit_dims = [d for d, size in enumerate(x.shape) if size == 1 and d != dim]
     dropped_before = [d for d in unit_dims if d < dim]
@@ -339,7 +339,8 @@ def all_to_all(x: Arrays, axis: Axis, *, split_dim: int, concat_dim: int) -> Any
         divides("all_to_all", split, leaf.shape[split], names, count)
         leaf = vary(leaf, names)
         if not compat.tracked_axes().issuperset(names):
-            # Under vmap jax adds a dim to the result of an unbatched value. This one depends on the device's index.
+            # Under vmap jax adds a dim to the all_to_all of a value that does not depend on the vmapped axis. The
+            # choice by the device's index, of equal values, makes every value depend on it.
             leaf = jnp.where(lax.axis_index(names) >= 0, leaf, leaf)
         return lax.all_to_all(leaf, names, split, concat, tiled=True)
 

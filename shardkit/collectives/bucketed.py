@@ -71,8 +71,9 @@ def all_reduce_tree(
         shards = scatter_array(split_flat(bucket, count), names, 0, op=op)
         return join_flat(gather_array(shards, names, 0, replicated=True), bucket.shape)
 
-    # The gradients of a layer's gain and bias are a few KiB each. In one message with those of other layers they wait
-    # once for a link, and not once each; that small leaves are copied into the message and out of it costs less.
+    # The gradients of a layer's gain and bias are a few KiB each. Sent in one message with the gradients of other
+    # layers, they wait once for a link instead of once each. Copying small leaves into the message and out of it costs
+    # less than that.
     leaves, structure = jax.tree.flatten(tree)
     leaves = [vary(leaf, names) for leaf in leaves]
     sums: list[Any] = [None] * len(leaves)
@@ -109,7 +110,7 @@ def _assign_buckets(leaves: list[jax.Array], most_bytes: int) -> Iterator[list[i
 
 
 def fill_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """The sizes in their order, in buckets of at most `most` bytes; a larger one has its own."""
+    """The sizes in their order, in buckets of at most `most` bytes; a larger size gets a bucket of its own."""
     buckets: list[list[int]] = []
     for size in sizes:
         if not buckets or sum(buckets[-1]) + size > most:

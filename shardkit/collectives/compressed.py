@@ -204,9 +204,10 @@ def reduce_scatter_two_level(
         split_dim = dim_of(where, dim, leaf.ndim)
         divides(where, split_dim, leaf.shape[split_dim], names, machines * devices)
 
-        # With O machines of I devices and chunks [O I, ...] of the leaf in the order of the shards: device i of each
-        # machine sums, inside, the chunks of device i of every machine, [O, ...], which differ between machines. These
-        # O sums are quantized and exchanged over the slow links, which leaves every device its own chunk.
+        # Worked example: O = 2 machines of I = 4 devices, and a leaf of 8 chunks in the order of the shards. Device 1
+        # of either machine sums chunks 1 and 5 over its machine: they are the shards of device 1 of machine 0, and of
+        # device 1 of machine 1. The two machines' sums differ. They are quantized and exchanged over the slow links:
+        # machine 0 gets both sums of chunk 1, machine 1 both sums of chunk 5, and each adds them.
         def compress(wide: jax.Array) -> _Pair:
             chunks = _split_chunks(wide, split_dim, machines * devices)
             by_device = chunks.reshape(machines, devices, *chunks.shape[1:]).swapaxes(0, 1)
@@ -216,8 +217,8 @@ def reduce_scatter_two_level(
             else:
                 machine_sums, remainder = _sum_quantized(by_device, fast, inner_wire_dtype, block)
             total, outer_remainder = _sum_quantized(machine_sums, slow, outer_wire_dtype, block)
-            # What the second rounding has left out belongs to the sum of a machine. One device of it keeps that, the
-            # one that rounded; if all did, the next step would add it I times.
+            # What the second rounding leaves out belongs to the sum of a machine. Only the device that rounded keeps
+            # it; if all devices of the machine kept it, the next step would add it I times.
             remainder = _add_to_own_chunk(remainder, outer_remainder, fast)
             remainder = remainder.swapaxes(0, 1).reshape(chunks.shape)
             return total, _join_chunks(remainder, split_dim)
@@ -295,16 +296,16 @@ def all_reduce(
 
 
 def _gather_quantized(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
-    """Every device's float32 [...] as [n, ...], each from its message, the device's own too."""
+    """The float32 arrays [...] of all devices as [n, ...], each decoded from its message, this device's own too."""
     messages = basic.all_gather(encode(x[None], dtype, block), names, replicated=replicated)
     return decode(messages, x.shape, dtype, block)
 
 
 def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple[jax.Array, jax.Array]:
-    """Of float32 [n, ...] on every device the sum of this device's chunk, [...]; and what was not sent, [n, ...].
+    """From float32 [n, ...] on every device, the sum of this device's chunk, [...]; and what was not sent, [n, ...].
 
-    Each chunk is sent to the device that sums it, and is decoded there before it is added: sums in a small dtype would
-    be rounded at every hop of a ring.
+    Each chunk is sent to the device that sums it, and is decoded there before it is added. On a ring, sums in a small
+    dtype would be rounded at every hop.
     """
     messages = encode(x, dtype, block)
     arrivals = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
@@ -313,7 +314,7 @@ def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple
 
 
 def _check_leaves(where: str, uncompressed: str, x: Any, block: int) -> None:
-    """Refuses an empty block, and leaves that are not floating-point, for which `uncompressed` is the function."""
+    """Refuses an empty block, and leaves that are not floating-point; the error names the `uncompressed` function."""
     at_least(where, 1, block=block)
     for leaf in jax.tree.leaves(x):
         dtype = jnp.result_type(leaf)
@@ -372,7 +373,7 @@ def _straight_through(
 
 @_straight_through.defjvp
 def _differentiate_straight_through(exact: Any, compress: Any, primals: Any, tangents: Any) -> Any:
-    # The derivative of a rounding is zero almost everywhere: with it a loss would have no gradient.
+    # The derivative of a rounding is zero almost everywhere, and would leave a loss without a gradient.
     result, remainder = _straight_through(exact, compress, *primals)
     dx, dresidual = tangents
     if dresidual is not None:

@@ -68,7 +68,7 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         leaf = lax.stop_gradient(jnp.asarray(leaf))
         varying = compat.varying_axes(leaf)
-        # vmap tracks no axes: over those of it every value may vary.
+        # vmap tracks no axes: over its axes any value may vary.
         axes = {a: sizes[a] for a in gathered_axes if a in varying or a not in tracked}
         leaves.append(_Leaf(_leaf_name(name, path), f"{leaf.dtype}{list(leaf.shape)}", axes))
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,8 +1,8 @@
 """A sum whose order depends on the data alone, so that its bits are the same on every number of devices and mesh.
 
-The order is a binary tree over the global blocks: blocks 0 and 1, 2 and 3, ... are added, then those sums in pairs; an
-odd last one is passed up. A run of 2^k blocks that starts at a multiple of 2^k is a subtree, so a device adds such runs
-locally and sends one partial sum for each.
+The order is a binary tree over the global blocks: blocks 0 and 1, 2 and 3, ... are added, then their sums in pairs, and
+so on; an odd last term is passed up. A run of 2^k blocks that starts at a multiple of 2^k is a subtree, so a device
+adds such runs locally and sends one partial sum for each.
 
 Source: Demmel, Nguyen, Parallel Reproducible Summation (2015), for the problem; pairwise summation, Higham (1993).
 """
@@ -22,7 +22,7 @@ from shardkit.collectives.axes import as_numbers, axis_size
 
 
 def sum_blocks(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Sums dim 0 of all devices' blocks, in the tree's order; `x` varies over `names` and is [blocks, ...]."""
+    """Sums the blocks of all devices in the order of the tree; `x[blocks, ...]` varies over `names`."""
     if x.ndim == 0 or x.shape[0] == 0:
         raise ValueError(
             "all_reduce: with deterministic=True dim 0 of every leaf must count this device's blocks, at least one; "
@@ -76,7 +76,7 @@ def sum_pieces(pieces: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
     Cost: an all_to_all.
     """
-    # One all_to_all: every device gets its piece of all runs, in the order of the devices, which is that of the blocks.
+    # By one all_to_all every device gets its piece of all runs, in the order of the devices, so in that of the blocks.
     arrivals = lax.all_to_all(pieces, names, 0, 0, tiled=True)
     return sum_pairwise(arrivals.reshape(-1, pieces.shape[2]))
 
@@ -92,8 +92,9 @@ def sum_pairwise(x: jax.Array) -> jax.Array:
 def _copy_blocks(x: jax.Array) -> jax.Array:
     """Copies `x` block by block in a loop, which the compiler does not fuse with the producer of `x`.
 
-    Otherwise a product that is added at once becomes a fused multiply-add, which does not round the product, for blocks
-    on one device but not for blocks on two. An optimization_barrier does not prevent it (jax 0.10, CPU).
+    If blocks are products, the compiler would fuse a product with its addition, into a multiply-add that does not round
+    the product: for two blocks on one device, but not for blocks on two devices. An optimization_barrier does not
+    prevent the fusion (jax 0.10, CPU).
     """
 
     def copy(i: Any, out: jax.Array) -> jax.Array:

@@ -50,9 +50,9 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
     fast, slow = _check_levels("hierarchical.all_reduce", inner, outer)
     count = axis_size(fast)
 
-    # 8 elements over I=4 devices inside of each of O=2 machines. The reduce_scatter leaves each device 2 elements of
-    # its machine's sum, which it adds to those of its partner in the other machine: 2 elements cross the slow link, and
-    # not 8. Scattered after the slow all_reduce, all 8 would.
+    # Worked example: 8 elements, and O=2 machines of I=4 devices. The reduce_scatter leaves each device 2 elements of
+    # its machine's sum. It adds the same 2 elements of its partner in the other machine, so that 2 elements cross the
+    # slow link. With the slow all_reduce first, all 8 would.
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         leaf = jnp.asarray(leaf)
         machine_sum = basic.scatter_array(split_flat(leaf, count), fast, 0, op=op)
@@ -90,7 +90,7 @@ def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated:
     fast, slow = _check_levels(where, inner, outer)
     inner_major = (axis_size(fast), axis_size(slow))
 
-    # The slow links come first, while there is one shard to send; after the fast ones there would be I of them.
+    # The slow links come first, while a device has one shard to send; after the fast links it would have I shards.
     def gather_leaf(leaf: jax.Array) -> jax.Array:
         gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
         column = basic.gather_array(leaf, slow, gathered_dim, replicated=replicated)
@@ -128,7 +128,7 @@ def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Lit
     fast, slow = _check_levels(where, inner, outer)
     outer_major = (axis_size(slow), axis_size(fast))
 
-    # The fast links come first: the slow ones then carry 1/I of the rows.
+    # The fast links come first: then the slow links carry 1/I of the rows.
     def scatter_leaf(leaf: jax.Array) -> jax.Array:
         split_dim = dim_of(where, dim, jnp.ndim(leaf))
         divides(where, split_dim, leaf.shape[split_dim], (*slow, *fast), math.prod(outer_major))

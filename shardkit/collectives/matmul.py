@@ -1,8 +1,8 @@
 """Matmuls that overlap the all_gather before them, or the reduce_scatter after them, hop by hop.
 
-The two ends of a tensor-parallel block with sequence parallelism: `all_gather_matmul` enters the block,
-`matmul_reduce_scatter` leaves it. Backward passes are rings too; residuals are the operands, of which the gathered one
-is gathered again. Sums are accumulated in float32 and sent in the dtype of the operands.
+They are the two ends of a tensor-parallel block with sequence parallelism: `all_gather_matmul` enters the block,
+`matmul_reduce_scatter` leaves it. Backward passes are rings too. Their residuals are the operands; the backward pass
+gathers the tokens again. Sums are accumulated in float32 and sent in the dtype of the operands.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
 #   send x2 up     | y[2] = x2 @ w      from device 2 arrives x1, which device 1 had sent to device 2
 #                  | y[1] = x1 @ w
 #
-# The matmul of a line needs only what the line above has brought, so that the message of the line is on its way while
-# it runs. The last matmul stands after the loop: nothing is left to send. matmul_reduce_scatter is the transpose: sums
-# travel, and each device adds the product of the rows of that sum's owner.
+# The matmul of a line needs only the tokens that the line above has brought, so the message of the line is under way
+# while the matmul runs. The last matmul stands after the loop, since nothing is left to send. matmul_reduce_scatter is
+# the transpose: sums travel. To each sum a device adds its product for the tokens of the device that the sum goes to.
 
 
 def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: str) -> _Arrays:
@@ -320,7 +320,8 @@ def _matmul_reduce_scatter_backward(names: _Names, impl: str, residuals: Any, dy
         return _dot(dy_TD, w_transposed, 1), _outer(h, dy_TD, token_dim + 1)
     h = _split_by_device(h, token_dim, n)
 
-    # One gathered gradient serves both: dh needs its rows times w.T, and dw the rows of h beside it.
+    # The rows of the gradient that travel serve both results: dh is these rows times w.T, and dw needs them beside the
+    # rows of h.
     def multiply(k: Any, dy_rows: jax.Array, dh: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
         dh = _store_rows(dh, _dot(dy_rows, w_transposed, 1), token_dim, me - k)
         h_rows = _take_rows(h, token_dim, me - k)
@@ -345,7 +346,7 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 
 
 class _Direction(NamedTuple):
-    """What is sent in one direction: `size` rows of every shard, from row `first`, by `by` devices per hop."""
+    """The rows that travel in one direction: `size` rows of every shard, from row `first`, by `by` devices per hop."""
 
     by: int
     first: int

@@ -97,7 +97,7 @@ def permute(x: jax.Array, names: _Names, pairs: Pairs) -> jax.Array:
 
 
 def _permute_in_vmap(x: jax.Array, names: _Names, pairs: Pairs) -> jax.Array:
-    """The same by an all_gather: under vmap jax refuses a ppermute over several axes, or with a silent device."""
+    """`permute` by an all_gather: under vmap jax refuses a ppermute over several axes, or with a silent device."""
     gathered = x[None]
     for name in reversed(names):
         gathered = lax.all_gather(gathered, name, axis=0, tiled=True)
@@ -129,8 +129,9 @@ def _convert_to_mesh_order(names: _Names, pairs: Pairs) -> tuple[_Names, Pairs]:
     return mesh_names, [(convert(source), convert(target)) for source, target in pairs]
 
 
-# A broadcast is a masked all_reduce: all devices but the source add zeros. No ppermute goes from one source to several
-# targets, and an all_gather sends n/2 times the bytes. The result of both would vary, and `out_specs=P()` refuse it.
+# A broadcast is a masked all_reduce: all devices but the source add zeros. A ppermute cannot go from one source to
+# several targets, and an all_gather sends n/2 times the bytes. The results of both would be typed as varying, which
+# `out_specs=P()` refuses.
 
 
 def _broadcast_leaf(x: jax.Array, names: _Names, source: int) -> jax.Array:

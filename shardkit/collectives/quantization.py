@@ -29,11 +29,11 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class QuantizedMessage(NamedTuple):
-    """What is sent for float32 [n, ...].
+    """The message of float32 [n, ...].
 
-    Bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype that the
-    chip lacks as a wider one. Two arrays: flattened into one they take the TPU compiler twenty times as long, and twice
-    the memory traffic.
+    It is bits, as unsigned integers, so that the compiler cannot move a conversion across the collective, nor send a
+    dtype that the chip lacks as a wider one. It is two arrays, because one flat array takes the TPU compiler twenty
+    times as long, and twice the memory traffic.
     """
 
     values: jax.Array  # [n, blocks, bytes of a block] in uint8; of bfloat16, [n, ...] in uint16
@@ -71,7 +71,7 @@ def _encode_bfloat16(x: jax.Array) -> QuantizedMessage:
 
 
 def decode(message: QuantizedMessage, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
-    """n messages as float32 [n, *shape]; a block that had an element that is not finite is NaN."""
+    """n messages as float32 [n, *shape]; a block with an element that was not finite becomes NaN."""
     wire_format = FORMATS[dtype]
     if message.exponents is None:
         return lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
@@ -97,8 +97,12 @@ def _pad_last(x: jax.Array, zeros: int) -> jax.Array:
 def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
     """The biased exponent of the smallest power of two s with `largest` at most s `most`; int32.
 
-    The bits of positive floats are ordered, and 2^23 apart for factors of two, so the difference of two of them,
-    rounded up to a multiple of 2^23, is the exponent: no division, which some chips round in their own way.
+    Read as integers, positive floats have the same order, and a factor of two is a difference of 2^23. So the
+    difference of two floats, rounded up to a multiple of 2^23, is the exponent of their quotient. There is no division,
+    which some chips round in their own way.
+
+    Worked example: `largest` 260 and `most` 127. 260 / 127 is a bit above 2, so the difference of the bits is a bit
+    above 2^23. Rounded up it is 2 * 2^23: the scale is 2^2 = 4.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     most_bits = int(np.float32(most).view(np.int32))
@@ -108,12 +112,18 @@ def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
 
 
 def _round_mantissa(x: jax.Array, mantissa: int) -> jax.Array:
-    """`x` to the nearest value with a mantissa of these bits; a cast may round twice, and compilers may elide it."""
+    """`x` rounded to the nearest value with so many bits of mantissa.
+
+    A cast may round twice, and compilers may leave a cast out.
+    """
     return lax.reduce_precision(x, 8, mantissa)
 
 
 def _pack(x: jax.Array, bits: int) -> jax.Array:
-    """Whole numbers [..., block] as bytes; of 4 bits, the second half of a block in the upper bits of the first's."""
+    """Whole numbers [..., block] as bytes. Of 4 bits, a byte has one number of the first half and one of the second.
+
+    Worked example: the block [1, 2, 3, 4] becomes the bytes [1 + 16 * 3, 2 + 16 * 4].
+    """
     if bits == 4:
         half = -(-x.shape[-1] // 2)
         low = x[..., :half] & 15
@@ -123,7 +133,7 @@ def _pack(x: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack(x: jax.Array, bits: int) -> jax.Array:
-    """The whole numbers of bytes; of an odd number of 4 bits with a zero at the end."""
+    """The whole numbers of bytes. A block with an odd number of 4-bit numbers gets a zero at the end."""
     wide = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int32)
     if bits != 4:
         return wide
@@ -134,7 +144,7 @@ def _unpack(x: jax.Array, bits: int) -> jax.Array:
 
 
 def _seal_message(message: QuantizedMessage) -> QuantizedMessage:
-    """The message as it is sent: what is computed from it here must not come from the wider values before it."""
+    """The message behind a barrier: the sender too must decode the sent bits, and not reuse its wider values."""
     return lax.optimization_barrier(message)
 
 

@@ -58,8 +58,8 @@ def ragged_all_to_all(
     _check_arguments(x, counts, n, rows, limit)
     x = vary(x, names)
     counts = vary(jnp.asarray(counts), names)
-    # Judged before the exchange and by all devices alike, from counts that all have: one that alone sent nothing would
-    # leave holes that the others take for rows, and rows without a place would be written over others or beyond them.
+    # All devices have all counts, and judge them alike before the exchange. If one device alone sent nothing, the
+    # others would take the holes for rows; rows without a place would be written over other rows, or beyond the array.
     invalid = _are_invalid(counts, x.shape[0], rows, limit)
     counts = jnp.where(invalid, jnp.zeros_like(counts), counts)
     sent = counts[me]
@@ -71,15 +71,15 @@ def ragged_all_to_all(
     if not dense:
         fill = jnp.where(invalid, _invalid_value(x.dtype), jnp.zeros((), x.dtype))
         result = vary_like(jnp.full((rows, *x.shape[1:]), fill), x)
-        # The sender says where its rows are put: after those that earlier devices send the same target.
+        # The sender says where the target puts its rows: after the rows that earlier devices send to the target.
         offsets = _sum_before(counts)[me]
         return lax.ragged_all_to_all(x, result, starts, sent, offsets, received, axis_name=names)
     blocks = _exchange_blocks(x, sent, starts, names, limit)
-    # Row r of the result comes from its sender's block, from the place that it has among the rows of that sender.
+    # Row r of the result comes from the block of its sender, at the row's place among the rows of this sender.
     row = jnp.arange(rows)
     sender = segments(received, rows)
     index = sender * limit + row - arrivals.at[sender].get(mode="clip")
-    past_the_end = n * limit  # is filled with zeros
+    past_the_end = n * limit  # an index that reads zeros
     result = blocks.at[jnp.where(sender < n, index, past_the_end)].get(mode="fill", fill_value=0)
     return jnp.where(invalid, _invalid_value(x.dtype), result)
 
@@ -90,7 +90,7 @@ def _exchange_blocks(x: jax.Array, sent: jax.Array, starts: jax.Array, names: tu
     With limit 2, sent [1, 2] and the rows a b c: the blocks [a 0] for device 0 and [b c] for device 1.
     """
     place_L = jnp.arange(limit)
-    no_row = x.shape[0]  # is filled with zeros
+    no_row = x.shape[0]  # an index that reads zeros
     index_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], no_row)
     blocks = all_to_all(x.at[index_nL].get(mode="fill", fill_value=0), names, split_dim=0, concat_dim=0)
     return blocks.reshape(len(sent) * limit, *x.shape[1:])
@@ -151,7 +151,8 @@ def segments(sizes: jax.Array, rows: int) -> jax.Array:
     Rows after the last segment get the number of segments: sizes [2, 0, 1] and 5 rows give [0, 0, 2, 3, 3].
     """
     ends = jnp.cumsum(sizes)
-    # Each end raises the number of all rows from there on by one: [0, 0, 2, 1, 0, 0], summed up.
+    # Each end of a segment raises the number of all rows after it by one. For sizes [2, 0, 1] the ends are 2, 2 and 3:
+    # [0, 0, 2, 1, 0, 0] is summed up to [0, 0, 2, 3, 3, 3].
     return jnp.cumsum(jnp.zeros(rows + 1, jnp.int32).at[ends].add(1))[:rows]
 
 

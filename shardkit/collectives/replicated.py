@@ -62,8 +62,9 @@ def assume_replicated(x: Arrays, axis: Axis) -> Any:
 
 
 def _transpose_cast(cotangent: Any, _: Any, *, axes: tuple[str, ...]) -> list[Any]:
-    # The n equal inputs are n arguments of the function, and their cotangents must add up to that of the result. The
-    # whole cotangent on each device would count it n times. Any shares of it are right; these round nothing.
+    # The inputs on n devices are n arguments of the function, whose cotangents must add up to the cotangent of the
+    # result. The whole cotangent on each device would count n times. Any shares that add up to it are right; all of it
+    # on the first device rounds nothing.
     varying = vary(cotangent, axes)
     return [jnp.where(axis_index(axes) == 0, varying, lax.full_like(varying, 0))]
 

@@ -55,7 +55,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
     """
     names = bound("ring.all_gather", axis)
 
-    # Asked of the mesh and not of the leaf's type: without check_vma no type says over which axes a leaf varies.
+    # The mesh is asked, and not the leaf's type: without check_vma no type says over which axes a leaf varies.
     casts = replicated and compat.tracked_axes().issuperset(names)
     kernel = _replicated_all_gather if casts else _all_gather
 
@@ -191,10 +191,10 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
     return jnp.moveaxis(out_nd, 0, dim).reshape(shape)
 
 
-# Of a sum the ring starts with the farthest device. Shard 0 over four devices:
-#   one way:    device 1 sends its part to 2, which adds its own and sends the sum to 3, which does the same; 0 is last
-#   both ways:  2 sends to 3, 3 to 0; 1 to 0. Device 0 adds what comes from both sides
-# So a device that a shard reaches adds to it, and no device ever holds more than one partial sum for each direction.
+# The sum of a shard starts at the device that is farthest from its owner. Shard 0 over four devices: one way:    device
+# 1 sends its part to 2, which adds its own part and sends the sum to 3, which does the same; 0 ends
+#   both ways:  2 sends to 3, which adds and sends to 0; 1 sends to 0. Device 0 adds the sums from both sides
+# So no device ever holds more than one partial sum for each direction.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -220,7 +220,7 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
         from_below, from_above = carry
         from_below = shift_array(from_below, names) + part_for(me + half - 1 - k)
         from_above = shift_array(from_above, names, by=-1)
-        # In the last hop this device's own part is added from below alone: it counts once.
+        # In the last hop both sums arrive at their owner, which adds its own part to the one from below alone.
         part = jnp.where(k < half - 1, part_for(me - half + 1 + k), jnp.zeros_like(from_above))
         return from_below, from_above + part
 
@@ -236,8 +236,8 @@ def _all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirec
     return all_gather(shards, names, bidirectional=bidirectional)
 
 
-# The cotangent of a replicated result is on every device already, so that its transpose sends nothing. To send it all
-# the same, as the transpose of the varying result does, would add n equal copies.
+# The cotangent of a replicated result is on every device already, so the transpose sends nothing. The transpose of the
+# varying result would add n equal copies of it.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

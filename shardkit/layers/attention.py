@@ -1,7 +1,7 @@
-"""Attention on one device, unblocked, and what every form of attention shares.
+"""Attention on one device, unblocked, and the functions that all forms of attention share.
 
-Shapes: b examples, T or t queries, S or s keys, H heads, G key/value heads, R = H/G heads that share one, K head size.
-Scores, softmax and sums are float32 for every input dtype; the operands of matmuls have the inputs' dtype.
+Shapes: b examples, T or t queries, S or s keys, H heads, G key/value heads, R = H/G heads for each of these, K head
+size. Scores, softmax and sums are float32 for every input dtype; the operands of matmuls have the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def dot_attention(
 class Scoring(NamedTuple):
     """The static options of an attention on one device."""
 
-    causal: bool  # whether a token attends only to itself and to earlier ones, by the order of the tokens
-    window: int | None  # how many tokens one attends to, where labels have places
+    causal: bool  # whether a token attends only to itself and to earlier tokens, by their order in the array
+    window: int | None  # how many tokens a token attends to, if labels have positions
     scale: float  # factor of the scores
 
 
@@ -89,9 +89,9 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, 
 def _attend_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Scoring
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The result, and what the backward pass needs: the weights in v's dtype instead of a float32 softmax.
+    """The result, and the residuals of the backward pass, with the softmax's weights in v's dtype.
 
-    Autodiff would save the float32 softmax, and multiply float32 gradients.
+    Autodiff would save the weights in float32, and multiply float32 gradients.
     """
     ahead = 0 if form.causal else None
     mask = make_mask(q, k, ahead, labels, labels, form.window)
@@ -270,10 +270,10 @@ def attention_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, keys and values, from the softmax's weights.
 
-    `y_dy` is the `inner_product` of the result and `dy`. It stands for the term of the softmax's denominator, a sum
-    over all keys: with it, the gradients of some of the keys can be computed without the others.
+    `y_dy` is the `inner_product` of the result and `dy`. The derivative of the softmax's denominator is a sum over all
+    keys, and equals `y_dy`. So the gradients of some keys can be computed without the other keys.
 
-    With `partial_sums` these are some of the keys: the gradients are float32, to be summed over all.
+    With `partial_sums`, the arrays have some of the queries and keys: the gradients are float32, for the caller to sum.
 
     Source: Dao et al., FlashAttention (arXiv:2205.14135), appendix B.
     """

@@ -31,11 +31,11 @@ class Form(NamedTuple):
     """The static options of an attention."""
 
     names: tuple[str, ...]  # the axes of the ring; () for none
-    causal: bool  # whether a token attends only to itself and to earlier ones
+    causal: bool  # whether a token attends only to itself and to earlier tokens
     order: Order  # of the tokens along the ring
     block: int | None  # the size of a tile, None for whole blocks
     scale: float  # factor of the scores
-    window: int | None = None  # how many tokens one attends to, where labels have places
+    window: int | None = None  # how many tokens a token attends to, if labels have positions
 
 
 class Softmax(NamedTuple):
@@ -142,9 +142,9 @@ def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[ja
 
         return _skip_if_masked(labels, inputs.mask, add_gradients, grads)
 
-    # The gradient of a block of keys is a sum over the queries of all devices. It therefore goes round with the block,
-    # and each device adds its own queries' part to what has arrived. Kept on the device of the queries instead, the
-    # parts of one block would be on n devices, and a reduce_scatter of n blocks of float32 would have to follow.
+    # The gradient of a block of keys is a sum over the queries of all devices. So the gradient goes round the ring with
+    # its block, and each device adds the part of its own queries. If each device kept the part of its queries instead,
+    # the parts of one block would be on n devices, and a reduce_scatter of n blocks of float32 would have to follow.
     def pass_on(grads: Any) -> Any:
         of_queries, of_keys = grads
         if form.names:
@@ -163,7 +163,7 @@ attend.defvjp(_forward, _backward)
 
 
 def _skip_if_masked(labels: jax.Array | None, mask: Any, compute: Callable[[], Any], unchanged: Any) -> Any:
-    """Skips a tile in which no query sees a key, where labels have positions and only the data tells."""
+    """Skips a tile in which no query sees a key, if labels have positions: then only the data tells which tiles."""
     if not has_positions(labels):
         return compute()
     return lax.cond(jnp.any(mask), compute, lambda: unchanged)
@@ -180,7 +180,7 @@ def _visit_all_keys(
     form: Form,
     pass_on: Callable[[Any], Any] = _keep,
 ) -> Any:
-    """Visits the keys of this device, then those of every other device, while the next ones arrive.
+    """Visits the keys of this device, then the keys of every other device, while the next keys arrive.
 
     `pass_on` is applied to the carry before the keys of another device are visited.
     """

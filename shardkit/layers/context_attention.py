@@ -35,7 +35,7 @@ from shardkit.layers.attention import (
 )
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.matmul import vary_alike
-from shardkit.layers.zigzag import Order, halve, order_axes
+from shardkit.layers.zigzag import Order, halve, join_token_axes
 from shardkit.on_device.batch import in_plan_order
 
 
@@ -178,7 +178,7 @@ def ulysses_attention(
         )
     ring_names: tuple[str, ...] = ()
     if ring is not None:
-        ring_names = order_axes(where, ring, axis)[: -len(names)]
+        ring_names = join_token_axes(where, ring, axis)[: -len(names)]
     labels = make_labels(where, q_btHK, segments_bt, positions_bt, window, causal)
     form = Form(ring_names, causal, order, block, choose_scale(q_btHK, scale), window)
     if n == 1:
@@ -187,26 +187,27 @@ def ulysses_attention(
     if repeats > 1:
         k_btGK = jnp.repeat(k_btGK, repeats, axis=2)
         v_btGK = jnp.repeat(v_btGK, repeats, axis=2)
-    # Tokens of all heads become all tokens of some heads, attention runs on whole sequences, and its result goes back.
-    # Of 8 tokens and 4 heads on 2 devices, a device has q[b, 4, 4, K]; it keeps two heads of its tokens, sends the
-    # other two, and then has q[b, 8, 2, K]. Heads are exchanged here, after the projections and rotary positions, which
-    # act on single tokens: before the projections there are no heads to exchange yet, and of the model's width D every
-    # device needs all for each head. Queries, keys and values stand in one exchange, because each costs a latency; it
-    # is its own transpose, so that the backward pass sends as much.
+    # A device has some tokens of all heads, and gets all tokens of some heads. Attention then runs on whole sequences,
+    # and its result goes back. Worked example: 8 tokens and 4 heads on 2 devices. A device has q[b, 4, 4, K]; it keeps
+    # two heads of its tokens, sends the other two, and then has q[b, 8, 2, K].
+    #
+    # The exchange stands after the projections and rotary positions, which act on single tokens. Before the projections
+    # there are no heads, and each head needs the whole width D of its tokens. Queries, keys and values share one
+    # exchange, because each exchange costs a latency. It is its own transpose: the backward pass sends as much.
     q_bThK, k_bTgK, v_bTgK = all_to_all((q_btHK, k_btGK, v_btGK), names, split_dim=2, concat_dim=1)
-    # Labels belong to tokens and have no heads to split: every device needs those of all the tokens that it now has.
+    # Labels belong to tokens and have no heads: every device needs the labels of all tokens that it now has.
     if labels is not None:
         labels = all_gather(labels, names, dim=1)
     y_bThK = _attend_in_ring(where, q_bThK, k_bTgK, v_bTgK, labels, form)
-    # The way back stands before the output projection, which sums over all heads of a token: after it, the devices
-    # would have partial sums of every token, and an all_reduce of [b, T, D] would replace this exchange of a part.
+    # The way back stands before the output projection, which sums over all heads of a token. After the projection the
+    # devices would have partial sums of every token, and an all_reduce of [b, T, D] would have to add them.
     return all_to_all(y_bThK, names, split_dim=1, concat_dim=2)
 
 
 def _attend_in_ring(
     where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, labels: jax.Array | None, form: Form
 ) -> jax.Array:
-    """Attention of this device's queries over the keys of the ring `form.names`, or over its own without one."""
+    """Attention of this device's queries over the keys of the ring `form.names`; without a ring, over its own keys."""
     if has_positions(labels):  # the data decides which tiles are seen: no order of the tokens is assumed
         if form.order != "contiguous":
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Sequences packed of documents, whose blocks are dealt to devices so that all have as many pairs to attend over.
+"""Sequences packed of documents: their blocks are dealt to devices, so that all have equally many pairs to attend over.
 
-With documents of many lengths no fixed order is even: contiguous chunks give the device of a long document nearly all
-pairs, and zigzag order, which is even for one document, gives some device the early parts of several.
+With documents of many lengths no fixed order is even. Contiguous chunks give the device of a long document nearly all
+pairs. Zigzag order, which is even for one document, gives some device the early parts of several documents.
 """
 
 from __future__ import annotations

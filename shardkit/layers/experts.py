@@ -1,8 +1,8 @@
 """How tokens meet experts that have room for all of them: sent by choice, gathered, or round the ring.
 
 An exchange is a function of this device's tokens, their routing, the experts here, the axes, and the number of experts
-on each device. An all_to_all sends a row for each choice; where whole tokens are sent instead, a token and its result
-are sent once, for any top_k.
+on each device. An all_to_all sends a row for each choice. The gather and the ring send whole tokens instead: a token
+and its result are sent once, for any top_k.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def exchange_choices(
     counts_E = _count_choices(routing.expert, n * count)
     if n == 1:
         return combine(run(rows_SD, counts_E), slot_Nk, routing.gate).astype(x_ND.dtype)
-    # The counts go first, to all: a device writes its rows into the receiver's buffer behind those of the devices
-    # before it, and so must know what they send. Without them a receiver could not tell either which rows are of which
-    # of its experts, or where the rows end.
+    # The counts go first, to all devices. A sender writes its rows into the receiver's buffer behind the rows of
+    # earlier senders, and must know how many these are. A receiver must know which of its experts each row is for, and
+    # where the rows end.
     counts_nne = all_gather(counts_E[None], names).reshape(n, n, count)  # sender, receiver, its expert
     counts_nn = jnp.sum(counts_nne, axis=2)
     limit = N * min(top_k, count)
-    # The rows go out without their gates, and come back by the counts transposed, into the places that they left;
-    # gates, and the sum over a token's experts, are applied where the token is. Summed where the experts are, a token
-    # with experts on two devices would have two partial sums, which an exchange does not add.
+    # Rows are sent without gates. Their outputs come back by the transposed counts, into the places that the rows left,
+    # and the token's own device applies the gates and sums over the experts. Summed on the devices of the experts, a
+    # token with experts on two devices would have two partial sums, which an all_to_all does not add.
     arrived_SD = ragged_all_to_all(rows_SD, counts_nn, names, rows=n * limit, limit=limit, dense=dense)
     outputs_SD = _run_sorted(arrived_SD, counts_nne[:, axis_index(names)], run)
     rows_SD = ragged_all_to_all(outputs_SD, counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)
@@ -78,18 +78,18 @@ class Routed(NamedTuple):
 
 def exchange_by_gather(x_ND: jax.Array, routing: Routing, run: Run, names: tuple[str, ...], count: int) -> jax.Array:
     """The sum of each token's experts, from a gather of all tokens; experts get n N min(top_k, E/n) rows."""
-    # Choices and gates go with the tokens: only the device with an expert can weigh its answers before the sum over
-    # devices, and without the gates each choice would need a row of its own in that sum.
+    # Choices and gates go with the tokens, so that the device of an expert can multiply its outputs by their gates
+    # before the sum over devices. Without the gates, each choice would need a row of its own in this sum.
     tokens = all_gather(Routed(x_ND, routing.expert, routing.gate), names)
     sum_ND = _run_here(tokens, run, names, count)
     # Each device has a part of the sum of every token, from its own experts. The parts are added here, after the
-    # experts, and sent in the dtype of the tokens, so that a token's sum comes back alone to where the token is. An
+    # experts, and sent in the dtype of the tokens. A reduce_scatter sends each sum only to the device of its token; an
     # all_reduce would send all sums to all devices.
     return reduce_scatter(sum_ND.astype(x_ND.dtype), names)
 
 
 def exchange_by_ring(x_ND: jax.Array, routing: Routing, run: Run, names: tuple[str, ...], count: int) -> jax.Array:
-    """The same with tokens that travel, and their sums with them; experts get N min(top_k, E/n) rows a hop."""
+    """The sum of each token's experts, by a ring on which tokens and sums travel; N min(top_k, E/n) rows a hop."""
     tokens = Routed(x_ND, routing.expert, routing.gate)
     own_sum_ND = _run_here(tokens, run, names, count)  # needs no hop, and is added at home
 
@@ -98,15 +98,15 @@ def exchange_by_ring(x_ND: jax.Array, routing: Routing, run: Run, names: tuple[s
         return (sum_ND.astype(jnp.float32) + here_ND).astype(x_ND.dtype)
 
     def hop(_: Any, state: tuple[Routed, jax.Array]) -> tuple[Routed, jax.Array]:
-        # The tokens leave before this device's experts have answered: the next device's can begin beside them. The sum
-        # follows when it has the answers, for no device but the token's own will see all of it.
+        # The tokens leave before this device's experts have run, so that the next device's experts can begin meanwhile.
+        # The sum follows with the outputs of this device's experts; it is complete only at the token's own device.
         tokens, sum_ND = state
         next_tokens = shift(tokens, names)
         return next_tokens, shift(add_sums_here(sum_ND, tokens), names)
 
-    # The first hop has no sum yet, and the last sends no tokens, which have been everywhere: n-1 hops of both, so that
-    # the ring sends what a gather and a reduce_scatter send. Of three devices, the tokens of device 0 go to 1 and 2,
-    # and their sum goes from 1 to 2 and from 2 home to 0.
+    # The first hop sends no sums, and the last no tokens, which have been everywhere. So tokens and sums make n-1 hops
+    # each, and the ring sends as many bytes as a gather and a reduce_scatter. Worked example, of three devices: the
+    # tokens of device 0 go to 1 and 2, and their sum goes from 1 to 2 and from 2 home to 0.
     tokens = shift(tokens, names)
     no_sum_ND = typed_zeros(own_sum_ND, dtype=x_ND.dtype)
     tokens, sum_ND = lax.fori_loop(0, axis_size(names) - 2, hop, (tokens, no_sum_ND))
@@ -120,7 +120,7 @@ def _run_here(tokens: Routed, run: Run, names: tuple[str, ...], count: int) -> j
     local_Nk = tokens.expert_Nk - axis_index(names) * count
     is_here_Nk = (local_Nk >= 0) & (local_Nk < count)
     local_Nk = jnp.where(is_here_Nk, local_Nk, count)  # the choices of other devices' experts come last
-    # A token's choices differ, so that it has at most one for each expert here: this many rows always hold them.
+    # A token chooses an expert at most once, so it has at most min(top_k, count) choices here.
     rows = N * min(top_k, count)
     slot_Nk = jnp.where(local_Nk < count, ranks(local_Nk.reshape(-1)).reshape(N, top_k), rows)
     rows_SD = run(spread(tokens.x_ND, slot_Nk, rows), _count_choices(local_Nk, count))
@@ -140,10 +140,11 @@ def combine(rows_SD: jax.Array, slot_Nk: jax.Array, gate_Nk: jax.Array) -> jax.A
 
 
 def spread(x_ND: jax.Array, slot_Nk: jax.Array, slots: int) -> jax.Array:
-    """Copies each token into its slots, and zeros into the others, [slots, D].
+    """Copies each token into its slots, and zeros into the other slots, [slots, D].
 
-    As a gather by the token of each slot: two tokens with slots (0, 3) and (2, 9) of four give token_S = 0 2 1 0, in
-    which 2 is no token and 9 was no slot.
+    It is a gather by the token of each slot. Worked example: two tokens with slots (0, 3) and (2, 9), of four slots.
+    Slots 0 and 3 get token 0, slot 2 gets token 1; slot 1 gets the number 2, which is no token and reads zeros. There
+    is no slot 9. So token_S = 0 2 1 0.
     """
     N, top_k = slot_Nk.shape
     token_Nk = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[:, None], (N, top_k))

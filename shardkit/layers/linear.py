@@ -63,9 +63,9 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
     # residual would be computed by every device for all tokens, and held in memory by every device.
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
-    # Where x is whole, nothing is sent in the forward pass. In the backward pass the transpose of this cast sums the
-    # devices' gradients of x, once for all weights: with a cast for each weight, q, k and v would cost three sums.
-    # Without the cast the gradient of x would be that of this device's columns alone.
+    # If x is whole, the forward pass sends nothing. In the backward pass the transpose of this cast sums the devices'
+    # gradients of x, once for all weights: with a cast for each weight, q, k and v would cost three sums. Without the
+    # cast the gradient of x would come from this device's columns alone.
     x = vary(x, names)
     return jax.tree.map(lambda weight: matmul(x, weight), w)
 
@@ -119,10 +119,10 @@ def row_linear(
     if sequence and names:
         return matmul_reduce_scatter(h, w, names, impl=impl)
     # Each device has the products of its own rows, partial sums of y. They are summed here, before a bias, a residual
-    # or a nonlinearity: added on each device first, a bias would be summed too, and the nonlinearity of a sum is not
-    # the sum of nonlinearities. With `sequence` the sum above leaves each device its part of the tokens, which is all
-    # that norm and residual need. Here the sum's result is the same on all devices, and so is its gradient: nothing is
-    # sent in the backward pass.
+    # or a nonlinearity. A bias that every device adds before the sum would count n times, and the nonlinearity of a sum
+    # is not the sum of nonlinearities. With `sequence`, the sum above leaves each device its part of the tokens, which
+    # is all that norm and residual need. Without it, y is the same on all devices, and so is its gradient: the backward
+    # pass sends nothing.
     y = matmul(h, w, w.ndim - 1)
     if not names:
         return y

@@ -1,4 +1,4 @@
-"""What layers share: the axes that matter here, and a matmul whose forward and backward sums are in float32."""
+"""Shared by layers: the axes along which something is split, and a matmul that sums in float32, backward too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def vary_alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """Casts all arrays to vary over `over` and over every axis over which one of them varies.
 
     A custom_vjp needs it: its backward rule returns gradients that vary as dy does, and would have to sum them for an
-    argument that varies over fewer axes. With the cast outside, its transpose is that sum, once and in sight.
+    argument that varies over fewer axes. With the cast outside of the custom_vjp, the transpose of the cast is this
+    sum.
     """
     axes = {*over, *_varying_axes(arrays)}
     return vary(arrays, tuple(axes))

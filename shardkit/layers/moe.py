@@ -166,8 +166,8 @@ def _exchange_places(
     #     back     the transposed all_to_all: [2, 16, D] -> [4, 8, D], and the output is at row 22 again
     #     combine  gate of expert 2 times row 22, and nothing for the second choice
     #
-    # Slots have equal numbers for each expert, also where no token came: that is what makes the shapes static, and one
-    # all_to_all without counts enough.
+    # Every expert has equally many slots, also if no token came. So shapes are static, and one all_to_all is enough,
+    # without counts.
     N = x_ND.shape[0]
     groups = N // group
     slots = experts * groups * places
@@ -231,9 +231,9 @@ def _exchange_rows(rows_SD: jax.Array, run_experts: Any, names: tuple[str, ...],
     """Sends rows to their experts and the outputs back, [E C, D], where each expert has an equal number C of rows."""
     rows_ECD = rows_SD.reshape(experts, -1, rows_SD.shape[1])
     is_split = names and axis_size(names) > 1
-    # Rows are sent by expert, to the device that has it. The exchange stands after the routing, which needs only this
-    # device's tokens, and before the experts, which are larger than the rows: gathering experts to the tokens instead
-    # would send every expert to every device.
+    # Each row is sent to the device of its expert. The exchange stands after the routing, which needs only this
+    # device's tokens, and before the experts. The rows are sent, because the experts are larger: to gather the experts
+    # to the tokens would send every expert to every device.
     if is_split:
         rows_ECD = all_to_all(rows_ECD, names, split_dim=0, concat_dim=1)
 
@@ -244,8 +244,8 @@ def _exchange_rows(rows_SD: jax.Array, run_experts: Any, names: tuple[str, ...],
 
     outputs_SD = run_experts(rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
     outputs_ECD = outputs_SD.reshape(*rows_ECD.shape[:2], -1)
-    # Back into the places from which the rows came, before the gates and the sum over a token's experts: only the
-    # token's own device has the outputs of all of them.
+    # The outputs go back into the places of their rows, before the gates and the sum over a token's experts: only the
+    # token's own device has the outputs of all its experts.
     if is_split:
         outputs_ECD = all_to_all(outputs_ECD, names, split_dim=1, concat_dim=0)
     return outputs_ECD.reshape(rows_SD.shape[0], -1)

@@ -1,8 +1,8 @@
 """Norms over a sharded dim: the statistics are those of the whole dim, in float32.
 
-For features that stay sharded; under sequence parallelism a norm sees whole features and does not need them. Statistics
-over a batch, as in a batch norm, are two calls of `all_reduce(..., op="mean")`. Variances are computed in two passes,
-as means of squared distances from the mean: the difference of two large means would cancel.
+Use them for features that stay sharded. Under sequence parallelism a norm sees whole features: there a plain norm does.
+Statistics over a batch, as in a batch norm, are two calls of `all_reduce(..., op="mean")`. Variances are computed in
+two passes, as means of squared distances from the mean: the difference of two large means would cancel.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def _widen(where: str, name: str, x: jax.Array) -> jax.Array:
 
 def _mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The mean over the last dim and the devices."""
-    # A device averages its own part first, and only these means are sent: one number for each token, and not its
-    # features. The sum stands before the callers subtract the mean or divide by a root, for both need the statistics
-    # of all features: a device's own mean would be another norm on every mesh. Mean and variance are two sums, one
-    # after the other: both at once, as mean(x^2) - mean(x)^2, cancel where the mean is large.
+    # A device averages its own features first, and sends only this mean: one number for each token. The sum stands
+    # here, before the callers subtract the mean or divide by a root, because both need the statistics of all features:
+    # with the mean of a device's own features, the norm would be another one on every mesh. Mean and variance are two
+    # sums, one after the other. Both at once, as mean(x^2) - mean(x)^2, would cancel if the mean is large.
     mean = jnp.mean(x, axis=-1, keepdims=True)
     if not names:
         return mean

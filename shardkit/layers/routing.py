@@ -303,14 +303,14 @@ def routing_stats(
     axes = varying_axes(sums)
     if stage is not None:
         axes = axes.difference(bound("routing_stats", stage))
-    # The balance loss is a product of two means, each of all tokens: the sums are added here, before the product. The
-    # product of each device's own means would be another loss, which also balances what is balanced together already:
-    # two devices of which one sends all its tokens to expert 0 and the other all to expert 1 are balanced together.
-    # The four sums of a token stand in one array, for one message in place of four.
+    # The balance loss is a product of two means over all tokens: the sums are added here, before the product. The
+    # product of each device's own means would be another loss. For example, two devices are balanced together if one
+    # sends all its tokens to expert 0 and the other all to expert 1, but each alone would be punished. The four sums
+    # stand in one array, for one message instead of four.
     if axes:
         with jax.named_scope(PER_MICROBATCH):
             sums = all_reduce(sums, tuple(sorted(axes)))
-    # Without any token the means are 0, and not NaN.
+    # If there is no token, the means are 0 instead of NaN.
     means = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
     load_E = means[:E] / top_k
     probability_E = means[E : 2 * E]

@@ -57,9 +57,9 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     is_here_bT = (local_bT >= 0) & (local_bT < rows)
     rows_bTD = jnp.take(table_vD, local_bT, axis=0, mode="clip")
     x_bTD = jnp.where(is_here_bT[..., None], rows_bTD, jnp.zeros_like(rows_bTD))
-    # Of each token one device has the row and all others have zeros, so that the sum is the row itself, without
-    # rounding. It stands here, directly after the lookup: a norm of zeros, or a bias, is not zero, and would be summed
-    # too. An all_gather of the table instead would send the vocabulary in place of the tokens.
+    # One device has the row of a token, and all others have zeros: the sum is the row itself, without rounding. The sum
+    # stands directly after the lookup, because a bias, or a norm of zeros, is not zero and would be summed too. An
+    # all_gather of the table would send the whole vocabulary instead of the tokens.
     if not names:
         return x_bTD
     if sequence:
@@ -203,7 +203,7 @@ def _cross_entropy(
         )
     options = options._replace(vocabulary=_count_classes(where, options.vocabulary, head, names))
     is_counted = targets >= 0
-    x = jnp.where(is_counted[..., None], x, jnp.zeros_like(x))  # a NaN there must not reach a gradient
+    x = jnp.where(is_counted[..., None], x, jnp.zeros_like(x))  # a NaN of an ignored token must not reach a gradient
     nats, hits = _nats(*vary_alike(x, head, targets, over=names), names, options)
     nats = jnp.where(targets < options.vocabulary, nats, jnp.nan)
     return jnp.where(is_counted, nats, 0), hits & is_counted
@@ -232,7 +232,7 @@ def _nats(
 def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tuple[str, ...], options: _Options) -> Any:
     """The nats and hits, and residuals with the logits; all [..., T] or [..., T, v].
 
-    Autodiff would save both the logits and their exponentials; here, of arrays as large, only the logits.
+    Autodiff would save both the logits and their exponentials. Of arrays of this size, only the logits are saved here.
     Compiled for TPU v5e with 8192 tokens and 16,384 columns per device: 512 MiB of temporary memory, not 1 GiB.
     """
     # One token over two devices with four classes each, target 5. Every device computes the logits of its columns.
@@ -251,9 +251,10 @@ def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tupl
     is_class = _find_classes(columns, head, names, options)
     if is_class is not None:
         logits = jnp.where(is_class, logits, MASKED)
-    # The largest logit of all devices' columns comes first, and is subtracted before exp on each: with its own largest,
-    # a device's sum of exponentials would be in units that no other has. Then all other sums of a token go in one
-    # all_reduce. Logits of all columns are gathered nowhere: they are the largest array of a language model.
+    # The largest logit of all devices' columns comes first, and every device subtracts it before exp. If each device
+    # subtracted the largest of its own columns, the sums of exponentials would have different units. All other sums of
+    # a token share one all_reduce. The logits of all columns are gathered nowhere: they are the largest array of a
+    # language model.
     largest = jnp.max(logits, axis=-1)
     if names:
         largest = all_reduce(largest, names, op="max")
@@ -307,14 +308,14 @@ _nats.defvjp(_nats_forward, _nats_backward)
 
 
 def _find_classes(columns: jax.Array, head: jax.Array, names: tuple[str, ...], options: _Options) -> jax.Array | None:
-    """Which of this device's columns are classes; None where all of them are."""
+    """Which of this device's columns are classes; None if all columns of all devices are."""
     if options.vocabulary == head.shape[-1] * _count_devices(names):
         return None
     return columns < _index_locally(jnp.int32(options.vocabulary), head.shape[-1], names)
 
 
 def _index_locally(tokens: jax.Array, rows: int, names: tuple[str, ...]) -> jax.Array:
-    """Tokens as indices into this device's part of the vocabulary; those of other devices are out of range.
+    """Tokens as indices into this device's part of the vocabulary; tokens of other devices are out of range.
 
     With 4 rows on each device, token 6 is index 6 on device 0, 2 on device 1, and -2 on device 2.
     """

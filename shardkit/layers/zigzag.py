@@ -57,17 +57,22 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
     names = live_axes("zigzag", names)
     route_of_first = _find_route(chunks, 0, inverse)
     route_of_second = _find_route(chunks, 1, inverse)
-    # Whether this device's early chunk is a first half of a contiguous shard, and its late one a second half.
+    # Whether this device's early chunk is the first half of a contiguous shard, and its late chunk the second half of
+    # another: even chunks are first halves.
     in_order = jnp.asarray(chunks[:, 0] % 2 == 0)[axis_index(names)]
 
     if not any(_has_dim(x, dim) for x in jax.tree.leaves(tree)):
         raise ValueError(f"zigzag: dim must be a dim of at least one array; got {dim}. Pass the dim of the tokens.")
 
-    # A loss calls this before its embedding: there a token is an integer, and no gradient; behind it, it is a row of D
-    # floats that goes forward and back. Nothing is put back: a loss is a sum over tokens, in any order that targets,
-    # weights and positions share. A leaf that is left out is no error, but a loss of each token against the target of
-    # another. There are two permutes, one of all first halves and one of all second ones, because the halves of a shard
-    # go to two devices and in one permute a device sends to one. Each device receives one half by each of them.
+    # When: call it before the embedding, where a token is one integer without a gradient. After the embedding a token
+    # is D floats, which would be sent forward and back.
+    #
+    # No way back is needed: a loss is a sum over tokens, in any order that tokens, targets, weights and positions
+    # share. All of them must be reordered together. If one is left out, nothing fails, and each token is compared with
+    # the target of another.
+    #
+    # Two permutes: in one permute a device sends to one device, but the two halves of a shard go to two devices. So one
+    # permute sends all first halves, another all second halves, and each device receives one half by each.
     def reorder(x: jax.Array) -> jax.Array:
         if not _has_dim(x, dim):
             return x
@@ -90,7 +95,7 @@ def _has_dim(x: Any, dim: int) -> bool:
 
 
 def _find_route(chunks: np.ndarray, half: int, inverse: bool) -> list[tuple[int, int]]:
-    """The pairs (source, target) of the first halves (half 0), or second ones (half 1), of all contiguous shards.
+    """The pairs (source, target) of the first halves (half 0), or second halves (half 1), of all contiguous shards.
 
     Shard j holds chunks 2j and 2j + 1. On four devices the chunks in zigzag order are 0 7, 1 6, 2 5 and 3 4. The first
     halves are the even chunks: chunk 0 stays on device 0, 6 goes from device 3 to 1, 2 from 1 to 2, 4 from 2 to 3.
@@ -168,8 +173,11 @@ def halve(where: str, tokens: int) -> int:
     return tokens // 2
 
 
-def order_axes(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
-    """The axes of both, the ring's first, as they must be ordered in the mesh: a plan splits tokens in mesh order."""
+def join_token_axes(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
+    """The axes of the ring, then the ulysses axes; refuses axes that the mesh has in another order.
+
+    A plan splits the tokens over axes in the order of the mesh.
+    """
     ring_axes = bound(where, ring)
     ulysses_axes = bound(where, ulysses)
     names = bound(where, (*ring_axes, *ulysses_axes))
@@ -188,7 +196,7 @@ def _find_axes(where: str, axis: Axis, ulysses: Axis | None) -> tuple[str, ...]:
     """The axes that split the tokens, major first."""
     if ulysses is None:
         return in_plan_order(where, bound(where, axis))
-    return order_axes(where, axis, ulysses)
+    return join_token_axes(where, axis, ulysses)
 
 
 def _assign_chunks(names: tuple[str, ...], ulysses: Axis | None) -> np.ndarray:

@@ -5,8 +5,8 @@ Worked example: one layer `y = tanh(x @ w)` of a loss, with w f32[8, 8] whose ro
 
     forward:   all_gather of the part        w  [8, 8]
                h = x @ w, y = tanh(h)        x, h and y  [4, 8]
-               saved for the backward pass: x, which is an input, and h, which is the result of a matmul. Not w: the
-               part that it is gathered from is an argument, and is there anyway
+               saved for the backward pass: x, which is an input, and h, which is the result of a matmul. w is not
+               saved: it can be gathered again from the part, which is an argument
     backward:  dy arrives                    dy [4, 8]
                all_gather of the part        w  [8, 8], a second time
                dh = dy * (1 - tanh(h)**2)    dh [4, 8]
@@ -15,7 +15,7 @@ Worked example: one layer `y = tanh(x @ w)` of a loss, with w f32[8, 8] whose ro
                reduce_scatter of dw          [2, 8], summed over devices: the gradient of the part
 
 With `remat="full"` h is not saved, and the backward pass computes it again from x and w. The second all_gather is a
-custom derivative: `regather.py` has it, and `recompute.py` what is saved.
+custom derivative, in `regather.py`; `recompute.py` decides which values are saved.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def gathered(
 
 
 def _find_policy(where: str, remat: Remat, offload: bool) -> Any:
-    """The policy that is asked for; None if none is."""
+    """The policy of `remat` and `offload`; None if the caller asks for none."""
     if remat is None and not offload:
         return None
     return find_policy(where, remat, offload)
@@ -261,7 +261,7 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
 
 
 def _find_changes(weights: Any, before: list[Any]) -> list[str]:
-    """The paths of what a layer set in a module of flax nnx, whose variables can be set."""
+    """The paths of variables that a layer has set in a module of flax nnx."""
     modules = weights if isinstance(weights, tuple) else (weights,)
     if any(isinstance(module, dict | list) for module in modules):
         return []  # only a module keeps what a layer sets; a dict or list is made anew for each call
@@ -282,7 +282,7 @@ def is_list_of_layers(stacked: Any) -> bool:
 
 
 def _check_carried(x: Any, after: Any) -> None:
-    """Refuses a layer that does not return what the next one gets."""
+    """Refuses a layer whose result has another tree, shapes or dtypes than its input: the next layer gets it."""
     taken = _find_kinds(x)
     returned = _find_kinds(after)
     matches = [path for path, _ in taken] == [path for path, _ in returned]

@@ -1,8 +1,8 @@
-"""What is saved for a backward pass, and what it recomputes; gathered weights are never saved.
+"""Which values a layer saves for its backward pass, and which it recomputes; gathered weights are never saved.
 
-A layer is split into a forward pass that returns residuals, as a policy says, and a backward pass that takes them. Only
-values that depend on activations are residuals: the backward pass recomputes whatever follows from weights alone, so
-that no policy can save a gathered weight, or a cast of one.
+A layer is split into a forward pass, which returns residuals as a policy says, and a backward pass, which takes them.
+Only values that depend on activations are residuals. The backward pass recomputes values that follow from weights
+alone, so that no policy can save a gathered weight, or a cast of one.
 
 Worked example: the layer `tanh(x @ w.astype(bfloat16))` with w f32[8, 8] and x bf16[4, 8], and the policy "full", which
 saves only inputs. jax would save w, its cast and x. Here x [4, 8] depends on activations and is saved. The cast of w
@@ -119,7 +119,8 @@ class Traced:
     def __init__(self, fn: Callable[..., Any], *examples: Any):
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*examples)
         self.out = on_this_mesh(out)
-        # What no result needs is not sent: a derivative computes its function again, as far as it needs that.
+        # Equations that no result needs are removed, so that their collectives are not sent: the trace of a derivative
+        # has its whole function in it, of which it may need only a part.
         needed = [True] * len(closed.jaxpr.outvars)
         self.jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, needed, instantiate=True)
         self.constants = closed.consts
@@ -133,7 +134,7 @@ class Traced:
 
 
 def run_for_results(fn: Callable[..., list[Any]], flags: list[bool], *args: Any) -> list[Any]:
-    """The results of a function that are flagged; what only the others need is neither computed nor sent."""
+    """The flagged results of a function; what only the other results need is neither computed nor sent."""
     if all(flags):
         return fn(*args)
     traced = Traced(fn, *args)
@@ -142,7 +143,7 @@ def run_for_results(fn: Callable[..., list[Any]], flags: list[bool], *args: Any)
 
 
 class WantedGradients(NamedTuple):
-    """For each weight, shared leaf and activation of a layer whether its gradient is wanted."""
+    """For each weight, shared leaf and activation of a layer, whether its gradient is wanted."""
 
     weights: Sequence[bool]
     shared: Sequence[bool]
@@ -154,9 +155,9 @@ class LayerPasses:
 
     Args:
         layer: a layer `(weights, x) -> y`. The leaves that it closes over, its constants, are called shared.
-        policy: what the forward pass saves; None for what jax saves.
-        microbatches: above 1, dim 0 of activations, residuals and dy counts microbatches.
-        examples: the leaves of weights, shared leaves, and those of one microbatch's activations.
+        policy: says which values the forward pass saves; None for jax's own choice.
+        microbatches: their number; above 1, dim 0 of activations, residuals and dy counts microbatches.
+        examples: the leaves of weights, the shared leaves, and the leaves of one microbatch's activations.
         wanted: which gradients the backward pass returns.
     """
 
@@ -171,7 +172,7 @@ class LayerPasses:
         residuals, self._pullback_tree = jax.tree.flatten(pullback)
         jaxpr, from_activations = find_independent(self._forward.jaxpr, len(weights) + len(shared), len(residuals))
         self._saved = Mask(from_activations)
-        # What follows from weights alone; the backward pass computes it once for all microbatches.
+        # Computes the values that follow from weights alone: the backward pass does it once for all microbatches.
         self._rebuild = partial(jax.core.eval_jaxpr, jaxpr, self._forward.constants)
 
     def forward(self, weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
@@ -187,7 +188,7 @@ class LayerPasses:
         return jax.lax.map(run_microbatch, x)
 
     def backward(self, weights: Leaves, shared: Leaves, residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
-        """`(gradients of weights and shared leaves, dx)`, those that are wanted.
+        """`(gradients of weights and shared leaves, dx)`, with wanted gradients only.
 
         `dy` is for the leaves of y that can have a gradient. Over microbatches the gradients are summed in float32.
         """

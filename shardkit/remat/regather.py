@@ -1,10 +1,10 @@
 """Layers that gather their weights: one layer, or a stack in which the next layer's gather is in flight.
 
-Each is a function with its own derivative. Its forward pass saves what the policy names; its backward pass gathers the
-weights again, and scatters each gradient once, after the last microbatch.
+Each is a function with its own derivative. Its forward pass saves the values that the policy names; its backward pass
+gathers the weights again, and scatters each gradient once, after the last microbatch.
 
-Why not jax.checkpoint around gather and layer: it would gather again too, but a policy could then save gathered
-weights, and each of several microbatches would gather for itself, and scatter a gradient of its own.
+Why not jax.checkpoint around gather and layer? It would gather again too. But a policy could then save gathered
+weights, and each microbatch would gather the weights and scatter a gradient.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class _RegatheredLayers:
         self._arguments = jax.tree.structure(arguments)
         flags = jax.tree.map(flag_differentiable, arguments, is_leaf=is_handle)
         self._differentiable = jax.tree.leaves(flags)
-        # One trace of a call may serve several calls: jax.jit and jax.checkpoint keep it. Which gradients are asked for
-        # may differ between them, and jax keeps one tree of residuals and one backward pass for all. So both are made
-        # for every gradient that there can be, and what a call asks for goes from its forward to its backward pass as
-        # the shape of an empty array: its length is an index into this list.
+        # jax.jit and jax.checkpoint keep a trace, which may serve several calls that ask for different gradients. But
+        # jax keeps one tree of residuals and one backward pass for all of them. So both are made for every possible
+        # gradient. Which gradients a call asks for is told by its forward pass to its backward pass in the shape of an
+        # empty array: the length is an index into this list.
         self._masks: list[list[bool]] = []
 
     def run(self, weights: Any, x: Any) -> Any:
@@ -100,7 +100,7 @@ class _RegatheredLayers:
 
     @cached_property
     def _wanted(self) -> WantedGradients:
-        """Every gradient that there can be."""
+        """Every possible gradient."""
         weights, shared, x = jax.tree.unflatten(self._arguments, self._differentiable)
         return WantedGradients(jax.tree.leaves(parts(weights)), shared, x)
 
@@ -109,7 +109,7 @@ class _RegatheredLayers:
         return LayerPasses(self._layer, self._policy, self._microbatches, self._examples, self._wanted)
 
     def _run_primal(self, leaves: Leaves) -> list[Any]:
-        """Without a derivative: nothing is saved."""
+        """The call without a derivative: nothing is saved."""
 
         def run_layer(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
             def run_microbatch(x: Any) -> list[Any]:
@@ -132,7 +132,7 @@ class _RegatheredLayers:
         return y, (weights, shared, residuals, mask_number)
 
     def _find_asked(self, leaves: Leaves) -> list[bool]:
-        """For each leaf whether this call asks for its gradient."""
+        """For each leaf, whether this call asks for its gradient."""
         asked = [flag and leaf.perturbed for flag, leaf in zip(self._differentiable, leaves, strict=True)]
         if self._sweep.is_stack:  # after the first layer, every activation depends on weights
             _, _, x = self._examples
@@ -147,7 +147,8 @@ class _RegatheredLayers:
         for ct, out in zip(dy, jax.tree.leaves(self._layer.out), strict=True):
             if is_differentiable(out):
                 cotangents.append(_materialize(ct))
-        # The sweep returns every possible gradient. What only those that nobody asks for need is dropped.
+        # The sweep returns every possible gradient. Gradients that nobody asks for are dropped, with all that only they
+        # need.
         flags = list(compress(asked, self._differentiable))
         run = partial(self._sweep.backward, self._passes, self._wanted)
         grads = iter(run_for_results(run, flags, weights, shared, residuals, cotangents))
@@ -164,10 +165,10 @@ class _OneLayer:
         return open_handles(weights)
 
     def forward(self, run_layer: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
-        """y and residuals, among them the weights' secondary parts: what hybrid fsdp keeps of them nearby."""
-        # The gather stands here, directly before the layer that uses it and inside the loop over layers: outside of the
-        # loop all layers' weights would be in memory at once. It stands outside of the loop over microbatches, which
-        # `run_layer` is: inside it each microbatch would gather.
+        """y and residuals, with the secondary parts that `fsdp(secondary=...)` keeps for the backward pass."""
+        # The gather stands directly before its layer, inside the loop over layers: outside of this loop all layers'
+        # weights would be in memory at once. It stands outside of the loop over microbatches, which is in `run_layer`:
+        # inside it each microbatch would gather.
         weights, secondary = gather_kept(weights)
         y, residuals = run_layer(jax.tree.leaves(open_handles(weights)), shared, x)
         return y, (residuals, secondary)
@@ -178,11 +179,12 @@ class _OneLayer:
         """The gradients of weights, shared leaves and activations that are wanted."""
         residuals, secondary = residuals
         nearby, _ = gather_kept(weights, secondary)
-        # Gathered a second time, from the parts: the forward pass has let go of the weights.
+        # The weights are gathered a second time, because the forward pass has not kept them.
         delayed = _delay_gathers(nearby, dy)
         grads, dx = passes.backward(jax.tree.leaves(open_handles(delayed)), shared, residuals, dy)
-        # The gradients are complete for all microbatches of the layer here, and reduced once: earlier, each microbatch
-        # would send its own; later, outside of the loop over layers, all layers' whole gradients would be in memory.
+        # Here the layer's gradients are sums over all microbatches, and are reduced once. Earlier, each microbatch
+        # would send its own gradients; later, outside of the loop over layers, all layers' whole gradients would be in
+        # memory.
         nodes = [*_select_nodes(weights, wanted), *compress(shared, wanted.shared)]
         return [*_reduce_to_parts(nodes, grads), *dx]
 
@@ -190,8 +192,9 @@ class _OneLayer:
 def _delay_gathers(weights: Any, dy: Leaves) -> Any:
     """The weights, not gathered before the cotangents exist.
 
-    Without a barrier the compiler merges this gather with that of the forward pass, and keeps all weights in between. A
-    result of a barrier varies wherever one of its operands does, so a part waits only for those that vary no further.
+    Without a barrier the compiler merges this gather with the gather of the forward pass, and keeps all weights in
+    between. The results of a barrier vary over the axes of all its operands. So a part waits only for cotangents that
+    vary over no other axes than the part.
     """
 
     def delay(node: Any) -> Any:
@@ -207,10 +210,10 @@ def _delay_gathers(weights: Any, dy: Leaves) -> Any:
 
 
 class _StackResiduals(NamedTuple):
-    """What the forward pass of a prefetched stack saves."""
+    """The values that the forward pass of a prefetched stack saves."""
 
     layers: Any  # residuals and secondary parts of all layers but the last, stacked
-    last: Any  # those of the last
+    last: Any  # residuals and secondary parts of the last layer
     weights: list[Any]  # the gathered weights of the last layer
 
 
@@ -251,7 +254,8 @@ class _PrefetchedStack:
 
         def run_round(carry: Any, number: jax.Array) -> Any:
             x, (weights, secondary) = carry
-            # Issued before the layer and used in the next round: after it, nothing would be left to overlap with.
+            # The gather is issued before the layer and used in the next round. Issued after the layer, it would have no
+            # compute to overlap with.
             following = fetch(number + 1)
             x, residuals = run_layer(weights, shared, x)
             return (x, following), (residuals, secondary)
@@ -284,8 +288,8 @@ class _PrefetchedStack:
         def run_layer(number: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
             dy, stack_grads, shared_sums = carry
             grads, dx = passes.backward(weights, shared, residuals, dy)
-            # Reduced in the round of its layer, for the reason that `_OneLayer` gives. The gradients of shared leaves
-            # are sums over layers: they are reduced once, after the last round.
+            # A layer's gradients are reduced in its round, for the reason that `_OneLayer` gives. The gradients of
+            # shared leaves are sums over layers, and are reduced once, after the last round.
             layer_grads = _reduce_to_parts(nodes, grads[: len(nodes)])
             stack_grads = [
                 jax.lax.dynamic_update_index_in_dim(stack, grad, number, 0)
@@ -318,7 +322,7 @@ def _select_nodes(weights: Any, wanted: WantedGradients) -> list[Any]:
 
 
 def _reduce_to_parts(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
-    """Gradients of weights: a handle's is summed over devices and scattered to its part, a plain array's only cast."""
+    """Gradients of weights: those of handles are summed over devices and scattered, those of arrays only cast."""
     return [reduce_to_part(node, grad) for node, grad in zip(nodes, grads, strict=True)]
 
 

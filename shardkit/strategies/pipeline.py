@@ -75,7 +75,7 @@ class Pipeline:
         schedule: when each device does what.
         axis: the mesh axis of the pipeline.
         layers_per_stage: how many layers each stage has; None for equally many.
-        spread: which dims of the leaves beside the stack are split over the axis; None if none is.
+        spread: which dims of the leaves outside the stack are split over the axis; None: all of them are whole.
         stack: the entry of the parameters that has the layers.
     """
 
@@ -122,12 +122,12 @@ class Pipeline:
                 part of x.
             head: `head(shared, x, batch) ->` a scalar (a mean over equally many examples), a `Mean(total, weight)`, or
                 either with a dict of auxiliary ones. Embedding and head may share (tie) a weight.
-            mode: "masked": every device computes what any device computes at that tick, and discards what is not its
-                own; no stage is inside a branch, so it may use any collective. "branch": devices compute only what is
-                theirs; refused if the stage or its derivative uses a ppermute or a collective over `axis`. In both
+            mode: "masked": if any device runs an op at a tick, all devices compute it, and the others discard the
+                result. No stage is inside a branch, so it may use any collective. "branch": a device computes only its
+                own ops; refused if the stage or its derivative uses a ppermute or a collective over `axis`. In both
                 modes an embedding or head without collectives runs only where it is needed.
             recompute: whether only the stage's input is saved for the backward pass, which recomputes the rest. False:
-                all that depends on the input is saved; less work, more memory.
+                all values that depend on the input are saved; less work, more memory.
             layer_numbers: whether the stage gets `(layers, numbers)`, with each layer's index in the whole stack, int32
                 [layers]: for dropout keys that differ by layer, `fold_keys(keys, number)`.
             trained: as for `sk.value_and_grad`; the gradients of frozen leaves are not sent, but may be computed.
@@ -200,10 +200,12 @@ def pipeline(
             must divide the examples of a device.
         axis: the mesh axis of the pipeline.
         layers_per_stage: the number of layers of each stage, if they differ.
-        spread: the dims to split over `axis` of the leaves outside the stack, such as the vocabulary; as `rules` of
-            `sk.tp`. All devices then run embedding and head together, each with its part of these leaves. They get the
-            same batch, keys and activations, for the microbatch of the first and of the last stage, and use collectives
-            over `axis`, such as `sk.layers.vocab_embed` and `vocab_cross_entropy`. None: one device runs them.
+        spread: None: the device of the first stage runs the embedding, the device of the last stage the head. Otherwise
+            which dims of the leaves outside the stack are split over `axis`, such as the vocabulary, in the form of
+            `rules` of `sk.tp`. Then all devices run the embedding together, and the head together, each with its part
+            of these leaves, by collectives over `axis` such as `sk.layers.vocab_embed` and `vocab_cross_entropy`. All
+            devices get the same arguments: the embedding those of the microbatch that enters the first stage, the head
+            those of the microbatch that has left the last stage, and its activations.
         stack: the name of the layers among the parameters, with the layer as dim 0 of every leaf.
 
     Returns:
@@ -236,7 +238,7 @@ def pipeline(
     _check_stack("pipeline", stack)
     schedule.check()
     pipe = Pipeline(schedule, axis, layers_per_stage, spread, stack)
-    _ = pipe.plan  # refuses rules that are none
+    _ = pipe.plan  # refuses a `spread` that is no rules
     return pipe
 
 

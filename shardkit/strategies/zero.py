@@ -9,9 +9,9 @@
 | `fsdp` | 1/n of everything | all | 2, gathered once per step |
 | `fsdp(layerwise=...)` | 1/n of everything | 1/n | 3k, 2k or 3 |
 
-k is the number of microbatches (`accumulate`): what the loss gathers or reduces is sent in each of them. Layer by
-layer, `gathered(keep=True)` sends 2k, and `scan_layers(microbatches=k)`, which runs all microbatches through a layer
-before the next, sends 3. With `uneven="pad"` a leaf counts with its padding, in memory and when sent.
+k is the number of microbatches (`accumulate`): collectives inside the loss are sent in each of them. Layer by layer,
+`gathered(keep=True)` sends 2k, and `scan_layers(microbatches=k)`, which runs all microbatches through a layer before
+the next, sends 3. With `uneven="pad"` a leaf counts with its padding, in memory and when sent.
 
 The options are the same for all three:
 
@@ -206,7 +206,7 @@ def fsdp(
 
 
 class _Options(NamedTuple):
-    """What the user passed to one of the three."""
+    """The arguments of `zero1`, `zero2` or `fsdp`."""
 
     name: str
     axis: Axis
@@ -271,15 +271,16 @@ def _make_plan(
         names=options.layerwise,
         rules=options.rules,
     )
-    # Not passed to `strategy`, which would ask them about all axes: they need not run over the secondary ones.
-    (made,) = plan.strategies
-    return Plan((made._replace(gather=options.gather, reduce=options.reduce),))
+    # The algorithms are set here, because `strategy` would check them over all axes: over the secondary axes they need
+    # not run.
+    (bare_strategy,) = plan.strategies
+    return Plan((bare_strategy._replace(gather=options.gather, reduce=options.reduce),))
 
 
 def _check_algorithm(
     options: _Options, secondary: tuple[str, ...], argument: Literal["gather", "reduce"], kernel: str
 ) -> None:
-    """Refuses an algorithm that cannot run over the axes that it is for: those beside the secondary ones.
+    """Refuses an algorithm that cannot run over its axes: all axes of the strategy but the secondary ones.
 
     Worked example: over the axes "rack", "node" and "gpu" with secondary="gpu", a gather crosses racks and nodes by its
     algorithm, which may be hierarchical("node"), and the GPUs of a node by the plain one.
@@ -298,7 +299,7 @@ def _check_algorithm(
 
 
 def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf) -> int | str:
-    """The dim of a leaf that is split, or in words why none is.
+    """The dim of a leaf to split, or the reason in words why the leaf stays whole.
 
     Worked example: `fsdp("d", layerwise=("layers",))` over 8 devices, and layers.query, a stack of projections into
     heads of shape [4 layers, 512 model, 8 heads, 64 head size].
@@ -369,7 +370,10 @@ def _refuse_chosen_dim(options: _Options, leaf: Leaf, dim: int) -> NoReturn:
 
 
 def _price(leaf: Leaf, first: int, dim: int) -> tuple[bool, float, bool, bool, int]:
-    """What splitting a dim costs, the worst first: the partitioner moves data, padding, slow collectives, few rows."""
+    """The cost of splitting a dim: data that the partitioner moves, padding, slow collectives, few rows.
+
+    Tuples compare from the left: the first difference decides.
+    """
     rows = leaf.shape[dim]
     padded = math.ceil(rows / leaf.ways) * leaf.ways
     # The TPU compiler runs a reduce_scatter over a dim in the middle as an all_reduce, of twice the bytes. Over the

@@ -1,9 +1,9 @@
-"""Runs a table inside shard_map: one program for all devices, of which each reads its own column of the table.
+"""Runs a table inside shard_map: one program for all devices, in which each device reads its own column of the table.
 
 The chunks are the rows of a buffer, [chunks, ...]. In each step a device slices the rows that it sends, all devices
-call one ppermute for each message, and each stores what arrives, or adds it, in the rows that the table says. Rows are
-numbers that differ between devices, so they are arrays of the program, indexed by the device; who sends to whom is part
-of the program.
+call one ppermute for each message, and each device stores the arriving chunks in the rows that the table says, or adds
+them there. The numbers of the rows differ between devices, so they are arrays in the program, indexed by the device.
+Who sends to whom is part of the program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardkit.collectives.tables.messages import Message, are_consecutive
 from shardkit.collectives.tables.table import Op, SendTable
 
 _Names = tuple[str, ...]
-_Rows = tuple[jax.Array, jax.Array]  # of one message on this device: those that are sent, and those where it is stored
+_Rows = tuple[jax.Array, jax.Array]  # of a message on this device: the rows that it sends, and the rows that it stores
 
 
 def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
@@ -44,7 +44,7 @@ def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
 
 def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
     """Gathers one array along `dim`."""
-    # Asked of the mesh and not of the array's type: without check_vma no type says over which axes it varies.
+    # The mesh is asked, and not the array's type: without check_vma no type says over which axes an array varies.
     casts = replicated and compat.tracked_axes().issuperset(names)
     kernel = _replicated_all_gather if casts else _all_gather
     pieces = kernel(vary(piece, names), names, table)
@@ -95,8 +95,8 @@ def _all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     return _join_chunks(buffer[None, : table.chunks], x.shape)[0]
 
 
-# The cotangent of a replicated result is on every device already, so that its transpose sends nothing. To send it all
-# the same, as the transpose of the varying result does, would add n equal copies.
+# The cotangent of a replicated result is on every device already, so the transpose sends nothing. The transpose of the
+# varying result would add n equal copies of it.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -146,7 +146,7 @@ def _join_chunks(chunks: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def _count_scratch_rows(table: SendTable) -> int:
-    """Rows after the last chunk, where a device stores what a ppermute brings it that nobody has sent."""
+    """The number of rows after the last chunk: a device to which nobody sends stores the ppermute's zeros there."""
     rows = 0
     for messages in table.by_step:
         for message in messages:
@@ -191,7 +191,7 @@ def _list_kinds(messages: Sequence[Message]) -> list[Any]:
 
 
 def _select_rows(rows: Sequence[np.ndarray], device: jax.Array) -> jax.Array:
-    """The rows of one device in each step, `[steps, chunks]`, of those of all devices, `[devices, chunks]` each."""
+    """The rows of one device in each step, `[steps, chunks]`; `rows` has an array `[devices, chunks]` for each step."""
     rows_of_all = np.stack(rows)
     # In as few bytes as hold the numbers: for many devices they are a part of the program's size.
     small_dtype = np.min_scalar_type(int(rows_of_all.max()))
@@ -202,10 +202,10 @@ def _select_rows(rows: Sequence[np.ndarray], device: jax.Array) -> jax.Array:
 def _run_step(
     messages: tuple[Message, ...], names: _Names, buffer: jax.Array, rows: list[_Rows]
 ) -> tuple[jax.Array, None]:
-    """One step on this device; `rows` are, for each message, those that it sends and those where it stores."""
-    # Everything is taken before anything is stored: a message carries what its source had before the step. Each
-    # ppermute is one call of all devices, also of those that take no part in it, whose rows then go to the scratch
-    # rows. It stands in no branch: devices would wait for those that skip it.
+    """One step on this device; `rows` has, for each message, the rows that it sends and the rows where it stores."""
+    # All chunks are taken before any is stored: a message carries what its source had before the step. Each ppermute is
+    # one call of all devices. A device that takes no part in it calls it too, and stores the result in the scratch
+    # rows: in a branch that it skips, the other devices would wait for it.
     sent = []
     for message, (sent_rows, _) in zip(messages, rows, strict=True):
         sent.append(_take_rows(buffer, sent_rows, message.sent_rows))

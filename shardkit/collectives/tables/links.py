@@ -16,19 +16,19 @@ Bandwidths = Mapping[DevicePair, float]  # bytes/s from one device to another
 
 
 class _Route(NamedTuple):
-    """The way of a message between two devices: all shortest ones, in equal parts."""
+    """The route of a message between two devices: over all shortest ways, in equal parts."""
 
     hops: int
-    shares: Mapping[DevicePair, float]  # of its bytes, by link
+    shares: Mapping[DevicePair, float]  # the share of the message's bytes on each link
 
 
 class LinkTimes(NamedTuple):
-    """A table on links.
+    """The times of a table on links.
 
     Attributes:
-        seconds: of all steps, one after the other.
-        steps: of each; the latency of each link on the longest way, and the bytes of the busiest link.
-        busiest: in each step the most bytes over one link.
+        seconds: the time of all steps, one after the other.
+        steps: the time of each step: the latency of each link on the longest way, and the bytes of the slowest link.
+        busiest: in each step, the most bytes over one link.
     """
 
     seconds: float
@@ -147,7 +147,7 @@ def _count_hops(links: Iterable[DevicePair], start: int) -> dict[int, int]:
 
 
 def _find_route(links: Bandwidths, source: int, target: int) -> _Route:
-    """The links of a message, and its share of each: at every device it parts equally among the shortest ways.
+    """The links of a message, and its share on each: at every device it splits equally among the shortest ways.
 
     From corner to corner of a 2 x 2 grid, 0 to 3: half of the bytes over 0-1 and 1-3, half over 0-2 and 2-3.
     """

@@ -36,7 +36,7 @@ class Message(NamedTuple):
 
     Attributes:
         pairs: (source, target); no device is twice a source or twice a target.
-        reduce: whether they are added.
+        reduce: whether targets add the chunks that arrive; otherwise they replace theirs.
         sent_rows: which chunks a device sends, int32 [devices, chunks]; 0 for a device that sends none.
         stored_rows: where a device stores what arrives, int32 [devices, chunks]; rows after the last chunk if nothing
             arrives.
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What messages of one loop have in common."""
+        """The properties that messages of one loop share: all but the numbers of their chunks."""
         return self.pairs, self.reduce, self.chunks, are_consecutive(self.sent_rows), are_consecutive(self.stored_rows)
 
     @property
@@ -71,9 +71,12 @@ def are_consecutive(rows: np.ndarray) -> bool:
 def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Message, ...]:
     """The ppermutes of one step.
 
-    A ppermute has one shape on all devices, and each device once as source and once as target. So all that a device
-    sends to another goes in one message, pairs with as many chunks share a ppermute, and a device that sends to two
-    others takes part in two. 0>1 with chunks 0 and 1, 1>0 with 2 and 3, and 2>0 with 4: three devices, two ppermutes.
+    A ppermute has one shape on all devices, and each device at most once as source and once as target. So all chunks
+    from one device to another go in one message, pairs with equally many chunks share a ppermute, and a device that
+    sends to two others takes part in two.
+
+    Worked example: 0>1 with chunks 0 and 1, 1>0 with chunks 2 and 3, and 2>0 with chunk 4. The first two share a
+    ppermute of two chunks; the third is a ppermute of one chunk.
     """
     chunks_of: dict[tuple[Pair, bool], list[int]] = {}
     for send in sends:
@@ -98,12 +101,12 @@ def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Messa
 def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair, ...]]:
     """The pairs in as few parts as possible in which each device is a source once, and a target once.
 
-    An edge coloring of a bipartite graph: sources on one side, targets on the other, and a part is a color. A pair
-    takes the first part that is free at its source. If its target has a pair in that part, the pair there changes to
-    the part that is free at the target, and so on along a path of pairs in these two parts, alternately.
+    It is an edge coloring of a bipartite graph: sources on one side, targets on the other, and a part is a color. A new
+    pair takes the first part that is free at its source. If its target has another pair in this part, the other pair
+    changes to the part that is free at the target, and so on along a path of pairs in these two parts, alternately.
 
-    Of 1>2, 0>2 and 1>3 the first takes part 0. That is free at the source of 0>2, but not at its target: 1>2 changes to
-    part 1. 1>3 then takes part 0, which 1>2 has left.
+    Worked example: 1>2, 0>2 and 1>3, in this order. 1>2 takes part 0. Part 0 is free at the source of 0>2, but not at
+    its target: 1>2 changes to part 1, and 0>2 takes part 0. 1>3 then takes part 0, which 1>2 has left.
 
     Source: König (1916): as many parts as the busiest device has pairs.
     """

@@ -54,9 +54,9 @@ def to_mscclpp(table: SendTable) -> str:
     return json.dumps(plan, indent=1)
 
 
-# An all_gather puts chunks into the output buffer of the target, where they stay. A sum, and an all_reduce, of which a
-# chunk may still be needed where a newer one arrives, puts them into the scratch buffer, a place for each: the target
-# adds or copies them from there. Device 0 of an all_reduce over two devices, in its first step:
+# An all_gather puts chunks into the output buffer of the target, where they stay. A reduce_scatter and an all_reduce
+# put them into the scratch buffer of the target, each at a place of its own, because the target may still need its
+# older chunk. The target adds or copies them from there. Device 0 of an all_reduce over two devices, in its first step:
 #
 #     put     input chunk 1 -> place 0 of the scratch buffer of device 1
 #     nop     all threads have put
@@ -73,7 +73,7 @@ def _buffer_of(table: SendTable) -> str:
 
 
 def _describe_gpu(table: SendTable, device: int) -> Json:
-    """The program of one device, and what it needs."""
+    """The program of one device, with the buffers and channels that it needs."""
     peers = _list_peers(table, device)
     steps = [_begin(peers), *_list_steps(table, device, peers)]
     longest = max(map(len, steps))
@@ -274,10 +274,11 @@ class _Block(NamedTuple):
 
 
 class _PlanReader:
-    """Runs the programs of all devices, and notes which chunk came from where when it is taken.
+    """Runs the programs of all devices, and notes the source of each chunk when its target takes it.
 
-    A device's clock counts its waits. A message is of the step that its source's clock shows when it is put and the
-    target's clock when it is taken; after all have run, the steps that occur are numbered.
+    A device's clock counts its waits. A chunk that is put straight into the array belongs to the step that its source's
+    clock shows when it is put; a chunk from the scratch buffer belongs to the step that its target's clock shows when
+    it is taken. After all programs have run, the steps that occur are numbered.
     """
 
     def __init__(self, plan: Json):
@@ -345,7 +346,7 @@ class _PlanReader:
         steps_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of messages, by target and chunk
         for send, _ in self.sends:
             steps_of[send.target, send.chunk].append(send.step)
-        # A message of a table carries what its source had before the step: all that had arrived by then.
+        # A message of a table carries what its source had before the step: the sum of all earlier arrivals.
         for send, version in self.sends:
             earlier = [step for step in steps_of[send.source, send.chunk] if step < send.step]
             if len(earlier) != version:
@@ -423,7 +424,7 @@ class _PlanReader:
         self.puts[device, target].append(_Put(device, chunk, place, self.clock[device], version))
 
     def _wait(self, device: int, sources: Sequence[int], is_start: bool) -> None:
-        """What was put before the signals has arrived; `is_start` for those that say that a device has begun."""
+        """Ends a wait: chunks put before the signals have arrived; `is_start` if the signals only say "begun"."""
         latest = self.clock[device]
         for source in sources:
             clock, puts = self.signals[source, device].pop(0)
@@ -436,7 +437,7 @@ class _PlanReader:
         self.clock[device] = latest if is_start else latest + 1
 
     def _take(self, device: int, op: Json) -> None:
-        """A chunk that has arrived is added or copied."""
+        """Adds or copies a chunk that has arrived."""
         *addends, arrival = op["src_buff"]
         [result] = op["dst_buff"]
         adds = op["name"] == "re"

@@ -1,4 +1,4 @@
-"""Published algorithms as tables. Each is an all_gather; its transpose is the reduce_scatter, both an all_reduce."""
+"""Published algorithms as tables: each is an all_gather; its transpose is a reduce_scatter, the two an all_reduce."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
         for step, d in product(range(hops_back), range(n)):
             yield Send(step, d, (d - by) % n, (d + by * step) % n, False)
 
-    # A reduce_scatter is the transpose of a gather, which sends the other way. Sums too are to go up the ring, so that
-    # theirs is a gather down.
+    # A reduce_scatter is the transpose of a gather, and sends the other way. For sums to go up the ring too, it is the
+    # transpose of a gather down the ring.
     name = "bidirectional ring" if bidirectional else "ring"
     return derive(op, n, n, name, gather_sends(1), gather_sends(-1))
 
@@ -155,10 +155,11 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
 
 
 def _list_pat_steps(power: int, limit: int) -> Iterator[tuple[int, range]]:
-    """For each step how far a device sends, and of which chunks, counted from its own.
+    """For each step, how far a device sends, and which chunks, counted from its own.
 
-    Of 16 devices with two chunks in a message: first all send their own 8 away. Then chunks go along a binomial tree of
-    8 places, two in a message: 4 away the chunks 0 and 8, 2 away 4 and 12, 1 away 6 and 14, 1 away 4 and 12, ...
+    Worked example: 16 devices, two chunks in a message. First all devices send their own chunk 8 places away. Then
+    chunks go along a binomial tree of 8 places, two in a message: chunks 0 and 8 go 4 places, 4 and 12 go 2 places, 6
+    and 14 go 1 place, 4 and 12 go 1 place, ...
     """
     group = power // limit
     distance = power
@@ -220,7 +221,7 @@ def _find_bine_partner(device: int, level: int, devices: int) -> int:
 
 
 def _list_bine_chunks(device: int, level: int, levels: int, devices: int) -> list[int]:
-    """The chunks that a device has when it comes to a level: its own, and those of the higher levels before."""
+    """The chunks that a device has before a level: its own, and the chunks that it got at all higher levels."""
     chunks = [device]
     for higher in range(level + 1, levels):
         chunks += [_find_bine_partner(chunk, higher, devices) for chunk in chunks]
@@ -314,13 +315,13 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
     return SendTable("all_reduce", n, chunks, tuple(_list_tree_sends(parents, n)), f"tree of {inner}")
 
 
-# A tree is a mapping of devices to their parents; the root has none. Both have a binary tree of machines: every second
-# machine is a leaf, every second of the others is above leaves, and so on. Of six, machine 0 is the root:
+# A tree is a mapping of devices to their parents; the root has no parent. Inside it is a binary tree of machines: every
+# second machine is a leaf, every second of the others is above leaves, and so on. Of six machines, 0 is the root:
 #
 #     0 <- 4; 4 <- 2, 5; 2 <- 1, 3
 #
-# The second tree has the machines in another order, in which the leaves of one tree are within the other: backward if
-# their number is even, shifted by one if it is odd. So all machines send and get about as much as each other.
+# The second tree has the machines in another order, so that a leaf of one tree is an inner node of the other: backward
+# if their number is even, shifted by one if it is odd. So all machines send and get about equally much.
 
 
 def _first_tree(devices: int, inner: int) -> dict[int, int]:
@@ -352,17 +353,21 @@ def _second_tree(devices: int, inner: int) -> dict[int, int]:
 
 
 def _parent_machine(machine: int, machines: int) -> int:
-    """The parent of a machine other than 0: its lowest bit is cleared, and the next one set if that is a machine."""
+    """The parent of a machine other than 0: clear its lowest bit, and set the next bit if the result is a machine.
+
+    Worked example, of six machines: 1 = 001 -> 010 = 2; 2 = 010 -> 100 = 4; 5 = 101 -> 110 = 6, which is no machine, so
+    100 = 4.
+    """
     lowest_bit = machine & -machine
     parent = machine ^ lowest_bit | lowest_bit << 1
     return parent if parent < machines else machine ^ lowest_bit
 
 
 def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator[Send]:
-    """Sums that go up the tree of each chunk and come down again; a device sends one chunk in a step, and gets one.
+    """The messages: sums go up the tree of each chunk, and come down again.
 
-    In each step every message is sent that is ready, in the order of the chunks, unless its source or its target is
-    busy in this step: chunks follow each other through the trees.
+    In a step a device sends one chunk and gets one. Each step sends all messages that are ready, in the order of the
+    chunks, unless their source or target is busy in this step: so chunks follow each other through the trees.
     """
     missing_terms = [[0] * devices for _ in parents]  # by chunk and device: sums of children that have not arrived
     up: list[tuple[int, int, int]] = []  # (chunk, source, target) that are not sent yet
@@ -405,7 +410,10 @@ def derive(
     gather_sends: Iterable[Send],
     scatter_sends: Iterable[Send] | None = None,
 ) -> SendTable:
-    """The table of an op from the messages of an all_gather; `scatter_sends`: of another, for a reduce_scatter."""
+    """The table of an op, from the messages of an all_gather.
+
+    A reduce_scatter is the transpose of an all_gather: of `scatter_sends`, if they are passed.
+    """
     gather = SendTable("all_gather", devices, chunks, tuple(sorted(gather_sends)), name)
     if op == "all_gather":
         return gather
@@ -436,7 +444,7 @@ def _check_power_of_two(where: str, devices: int) -> int:
 
 
 def _move(place: tuple[int, ...], dim: int, by: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The place that many steps along a dim, round the torus."""
+    """The place that is `by` steps away along a dim, round the torus."""
     return (*place[:dim], (place[dim] + by) % sizes[dim], *place[dim + 1 :])
 
 

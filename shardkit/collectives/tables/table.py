@@ -1,8 +1,8 @@
 """A collective as data: which device sends which chunk to which other, step by step.
 
-The whole array is cut into chunks, equally many for each device. In an all_gather a device begins with its own chunks,
-in a reduce_scatter it ends with their sums; an all_reduce begins and ends with all of them. What is sent in a step is
-what the source had before it.
+The whole array is cut into chunks, equally many for each device. In an all_gather a device begins with its own chunks;
+in a reduce_scatter it ends with the sums of its own chunks; in an all_reduce it begins and ends with all chunks. A
+message carries the chunk that its source had before the step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SendTable:
 
     @property
     def _operands(self) -> int:
-        """Of how many devices the operands make up the whole array, which the chunks are pieces of."""
+        """How many operands make up the whole array: n in an all_gather, where an operand is a piece; else 1."""
         return self.devices if self.op == "all_gather" else 1
 
     def traffic(self, size: float) -> Traffic:
@@ -180,14 +180,17 @@ def _owner(table: SendTable, chunk: int) -> int:
 
 
 class _Devices:
-    """What the devices have of each chunk while the messages of a table are sent, to check them.
+    """The chunks of all devices while the messages of a table are sent, to check the messages.
 
-    A value is a number with a bit for each device whose contribution it contains. The reduce_scatter of a ring of
-    three, for chunk 0: all have their own, 001, 010 and 100. Step 0 sends 1>2, and device 2 has 110. Step 1 sends 2>0,
-    and device 0 has 111: the sum. A message with a bit that its target has already would count that contribution twice.
+    A chunk's value is a number with a bit for each device whose contribution it contains.
 
-    The order in which a value was added is a number too: sums of the same two orders have the same. (a + b) + c and
-    a + (b + c) have all bits, and differ by their rounding.
+    Worked example: chunk 0 in the reduce_scatter of a ring of three. At first the devices have their own contributions,
+    001, 010 and 100. Step 0 sends 1>2, and device 2 has 110. Step 1 sends 2>0, and device 0 has 111: the sum. A message
+    with a bit that its target has already would count this contribution twice.
+
+    The order of the additions matters too: (a + b) + c and a + (b + c) have the same bits set, and differ by their
+    rounding. So each value also has a number for its order; two sums have the same number if they add values of the
+    same two orders.
     """
 
     def __init__(self, table: SendTable):
@@ -217,7 +220,7 @@ class _Devices:
     def run_step(self, sends: Sequence[Send]) -> None:
         """Sends what the sources had before the step."""
         sent = [(self.values[s.source][s.chunk], self.orders[s.chunk][s.source]) for s in sends]
-        if self.table.op == "reduce_scatter":  # what is sent on is no longer here
+        if self.table.op == "reduce_scatter":  # the source passes its sum on, and keeps nothing of it
             for send in sends:
                 self.values[send.source][send.chunk] = 0
         arrivals = Counter((send.target, send.chunk) for send in sends)
