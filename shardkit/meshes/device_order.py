@@ -1,9 +1,9 @@
 """The order of devices in a mesh that loads the links of a network least.
 
-Each axis of the mesh gets some of the prime factors of the network's dimensions. Of a torus of x=4, y=4 and a mesh of
-data=2, model=8: "model" may have both factors of x and one of y, a block of 4x2, or all of y and one of x. "data" has
-the factor that is left over. The search tries such sets of factors, and keeps the one whose links are busy for the
-shortest time.
+Each axis of the mesh gets some of the prime factors of the network's dimensions. Worked example: a torus of x=4, y=4
+and a mesh of data=2, model=8. "model" may have both factors of x and one of y, a block of 4x2, or both factors of y and
+one of x. "data" gets the remaining factor. The search tries such sets of factors, and keeps the set whose busiest links
+are busy for the shortest time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class LoadTimes(NamedTuple):
     """A load, and the seconds that its busiest link is busy.
 
     Attributes:
-        load: what is sent.
-        seconds: in this order of the devices.
-        usual: in jax's order.
-        bound: in the order that is best for this load alone.
+        load: the collectives.
+        seconds: the time in this order of the devices.
+        usual: the time in jax's order.
+        bound: the time in the order that is best for this load alone.
     """
 
     load: Load
@@ -54,7 +54,7 @@ class DeviceOrder(NamedTuple):
         network: the network.
         axes: names and sizes of the mesh axes.
         places: coordinates on the network of the device at each place of the mesh, in row-major order.
-        rows: the loads that it is for.
+        rows: the loads for which the order was searched, with their times.
     """
 
     network: Network
@@ -69,16 +69,16 @@ class DeviceOrder(NamedTuple):
 
     @property
     def usual(self) -> float:
-        """The same in jax's order."""
+        """Seconds of the busiest links in jax's order."""
         return sum(row.usual for row in self.rows)
 
     @property
     def bound(self) -> float:
-        """Seconds that no order goes below that splits the network's dimensions: each collective in its own best."""
+        """A lower bound on the seconds of any such order: each collective in the order that is best for it alone."""
         return sum(row.bound for row in self.rows)
 
     def grid(self, devices: Sequence[Any]) -> np.ndarray:
-        """Devices in the shape of the mesh, which are those of the network; a ValueError for others."""
+        """The devices in the shape of the mesh; a ValueError if they are not the devices of the network."""
         located = find_network(devices)
         if located is None:
             self._refuse_devices(f"{len(devices)} of kind {devices[0].device_kind!r}")
@@ -111,20 +111,20 @@ def _milliseconds(*seconds: float) -> list[str]:
 
 
 def assume_equal_gathers(axes: Mapping[str, int]) -> list[Load]:
-    """What is sent where nothing is known of a step: over each axis an array of one size is gathered."""
+    """The loads of an unknown step: over each axis, an array of the same size is gathered."""
     return [Load("all_gather", (axis,), (size - 1) / size) for axis, size in axes.items() if size > 1]
 
 
 def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequence[Load]) -> DeviceOrder | None:
     """The order whose busiest links are busy for the shortest time, of all that split the network's dimensions.
 
-    jax's own stays where no other is better. Inside an axis devices stand as is best for a ring along it; so a
-    ppermute over two axes may have a better order.
+    If none is better than jax's order, it is jax's order. Inside an axis the devices stand in the best order for a ring
+    along this axis; a ppermute over two axes might have a better one.
 
     Args:
-        devices: jax's devices, or what has their coordinates; all of a network.
+        devices: jax's devices, or objects with their coordinates: all devices of a network.
         axes: names and sizes of the mesh axes.
-        loads: what is sent over them.
+        loads: the collectives over them.
 
     Returns:
         DeviceOrder; None for devices without known links, such as CPUs.
@@ -132,8 +132,8 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
     Raises:
         ValueError: the devices fill no box.
 
-    Cost: up to 2 s for 512 devices and three axes; sets of prime factors of the network's dimensions are tried, but for
-    those that cannot be better.
+    Cost: up to 2 s for 512 devices and three axes. The search tries all sets of prime factors of the network's
+    dimensions, except sets that cannot be better than the best so far.
     """
     located = find_network(devices)
     if located is None:
@@ -158,7 +158,7 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
 
 
 def _order_by_jax(devices: Sequence[Any], axes: Mapping[str, int], coordinates: Coordinates) -> Coordinates:
-    """The coordinates in the order of jax's own rule, which knows one slice; else they stay as they are."""
+    """The coordinates in the order of jax's own rule. The rule is for one slice; for several, the order stays."""
     if len({getattr(device, "slice_index", None) for device in devices}) > 1:
         return coordinates
     by_id = {device.id: position for device, position in zip(devices, coordinates, strict=True)}
@@ -190,25 +190,25 @@ class _Search:
         self.factorizations = _factorize(network)
         self.axes = {axis: size for axis, size in axes.items() if size > 1}
         self.names = list(axes)
-        # those that send most first: what they cannot have bounds the rest
+        # The axes that send most come first: with a bad set of factors for them, the search ends early.
         self.order = sorted(self.axes, key=lambda axis: -sum(load.sent for load in loads if axis in load.axes))
         self.alone = [self._time_alone(load) for load in loads]
         self.least = math.inf
         self.chosen: dict[str, _Factors] = {}
 
     def find_best(self) -> Coordinates:
-        """The order of the devices: each axis along a way of short steps through its factors."""
+        """The order of the devices: each axis walks through its factors in short steps."""
         for factors in self.factorizations:
             self._assign({}, factors, 0.0)
         return _locate(self.network, tuple(self.chosen.get(axis, ()) for axis in self.names))
 
     def _assign(self, chosen: dict[str, _Factors], free: _Factors, seconds: float) -> None:
-        """Gives the next axis each set of free factors, as long as that can beat the best.
+        """Tries each set of free factors for the next axis, unless no such order can beat the best so far.
 
-        `seconds` are those of the loads whose axes all have their factors.
+        `seconds` is the time of the loads whose axes all have their factors.
         """
         open_axes = self.axes.keys() - chosen.keys()
-        # The loads over open axes take at least what they take alone.
+        # A load over an axis without factors takes at least its least time, `alone`.
         bound = 0.0
         for load, alone in zip(self.loads, self.alone, strict=True):
             if open_axes & set(load.axes):
@@ -226,7 +226,7 @@ class _Search:
             self._assign(more, remaining, seconds + sum(self._time_completed(axis, more)))
 
     def _time_completed(self, axis: str, chosen: Mapping[str, _Factors]) -> Iterator[float]:
-        """Seconds of the loads of which this is the last axis to be chosen."""
+        """Seconds of the loads whose axes all have factors now that this axis has."""
         for load in self.loads:
             used = self.axes.keys() & set(load.axes)
             if axis in used and used <= chosen.keys():
@@ -250,8 +250,8 @@ class _Search:
 def _factorize(network: Network) -> list[_Factors]:
     """The prime factors of all dimensions, in every order that differs.
 
-    A dimension of 12 is (2, 2, 3), (2, 3, 2) or (3, 2, 2). In the first order, 2 devices with 6 between them are a
-    factor of stride 6, the next 2 one of stride 3, and 3 neighbors one of stride 1.
+    A dimension of 12 is (2, 2, 3), (2, 3, 2) or (3, 2, 2). In the first order, the first factor 2 has stride 6 (devices
+    0 and 6), the second 2 has stride 3 (devices 0 and 3), and 3 has stride 1 (devices 0, 1 and 2).
     """
     by_dim = []
     for dim, line in enumerate(network.dims):
@@ -261,7 +261,7 @@ def _factorize(network: Network) -> list[_Factors]:
 
 
 def _order_distinctly(radices: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The orders of radices that differ."""
+    """The distinct orders of radices: (2, 2, 3) has three."""
     if not radices:
         return [()]
     orders = []
@@ -304,7 +304,7 @@ def _choose_factors(free: _Factors, size: int) -> Iterator[_Factors]:
 
 @lru_cache(maxsize=100_000)
 def _time_byte(network: Network, kind: str, factors: tuple[_Factors, ...], moves: Moves) -> float:
-    """Seconds of the busiest link for one byte sent by each device, over axes that have these factors."""
+    """Seconds of the busiest link if each device sends one byte over axes with these factors."""
     group_factors = sum(factors, ())
     if kind == "ppermute":
         members = np.array(_locate(network, factors))
@@ -350,7 +350,7 @@ def _walk_axis(network: Network, factors: _Factors) -> np.ndarray:
 
 
 def _step_vectors(network: Network, digits: Sequence[_Factor]) -> np.ndarray:
-    """What one of each digit adds to coordinates, [digits, dims]."""
+    """The step in coordinates when a digit grows by one, [digits, dims]."""
     steps = np.zeros((len(digits), len(network.dims)), int)
     for row, digit in zip(steps, digits, strict=True):
         row[digit.dim] = digit.stride

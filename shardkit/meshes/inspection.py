@@ -88,7 +88,7 @@ def draw_array(x: Any) -> DeviceGrid:
     for device, index in slices.items():
         spans[device] = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
     pieces = [sorted({span[dim] for span in spans.values()}) for dim in range(len(x.shape))]
-    # A picture has two dims; of an array with more, those that are split.
+    # A table has two dims: of an array with more dims, only the split dims are shown.
     shown = [dim for dim, dim_pieces in enumerate(pieces) if len(dim_pieces) > 1 or len(pieces) <= 2]
     cells: dict[tuple[int, ...], tuple[int, ...]] = {}
     for device in sorted(spans, key=lambda device: device.id):
@@ -145,7 +145,7 @@ def _compare(thing: Any, params: Any, mesh: Any, after: Any) -> str:
 
 
 def _describe_array(x: Any) -> str:
-    """The picture of an array; of one on the host, or without devices, its title."""
+    """The picture of an array; only its title if the array is on the host, or its devices are not known."""
     if is_on_devices(x):
         return str(draw_array(x))
     shape, dtype = _describe_global(x)
@@ -167,7 +167,7 @@ def _describe_global(x: Any) -> tuple[str, str]:
 
 
 class LocalText(NamedTuple):
-    """What one device holds of an array, in words."""
+    """One device's part of an array, in words."""
 
     spec: str
     shape: str

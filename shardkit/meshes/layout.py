@@ -93,7 +93,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | Abstract
 
 
 def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> tuple[int, ...]:
-    """`local_shape`, for another function, whose name and leaf stand in its errors."""
+    """`local_shape` as part of another function: errors begin with `where`, its name and the leaf."""
     _check_shape(where, shape)
     check_spec(where, spec, mesh, len(shape))
     local = list(shape)
@@ -239,9 +239,9 @@ def path_name(path: Iterable[Any]) -> str:
 
 
 def by_path(where: str, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    """The leaves of a tree, of their paths and values, by the names of the paths; refuses two of one name.
+    """From pairs of path and value, the values by the path's name; refuses two leaves of one name.
 
-    So have `{"a": {"b": x}, "a.b": y}`, of which one would take the place of the other.
+    For example, both leaves of `{"a": {"b": x}, "a.b": y}` have the name "a.b": one would replace the other.
     """
     named: dict[str, Any] = {}
     twice = set()
@@ -284,7 +284,7 @@ def _is_names(x: Any) -> bool:
 
 
 def shard_shape(x: Any) -> tuple[int, ...]:
-    """The shape of what one device holds of an array; a host array's own."""
+    """The shape of one device's part of an array; of a host array, its shape."""
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         return tuple(jax.numpy.shape(x))
@@ -292,7 +292,7 @@ def shard_shape(x: Any) -> tuple[int, ...]:
 
 
 def shard_bytes(x: Any) -> int:
-    """The bytes of what one device holds of an array."""
+    """The bytes of one device's part of an array."""
     array = x if hasattr(x, "dtype") else jax.numpy.asarray(x)
     return math.prod(shard_shape(x)) * array.dtype.itemsize
 

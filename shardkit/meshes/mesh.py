@@ -168,8 +168,8 @@ def make_hybrid_mesh(
         )
     grids = [mesh_utils.create_device_mesh(tuple(fast.values()), group) for _, group in sorted(groups.items())]
     grid = np.stack(grids).reshape(*slow.values(), *fast.values())
-    # Of slow {"data": 2} and fast {"data": 2, "model": 4} the grid is [data, data, model]: the slow part of an axis
-    # goes directly before its fast part, and they become one axis of 4.
+    # Worked example: slow {"data": 2} and fast {"data": 2, "model": 4} give a grid [data, data, model]. The slow part
+    # of an axis goes directly before its fast part, and they become one axis: data=4.
     names = [*slow, *(name for name in fast if name not in slow)]
     order: list[int] = []
     for name in names:
@@ -219,7 +219,7 @@ def _check_product(sizes: Mapping[str, int], devices: int) -> None:
 
 
 def _check_torus(devices: Sequence[jax.Device]) -> None:
-    """Refuses a part of a torus: whether its ends are linked is not known."""
+    """Refuses a part of a torus, because nothing says whether its ends are linked."""
     torus = [device for device in devices[0].client.devices() if device.platform == "tpu"]
     if set(torus) - set(devices):
         raise ValueError(
@@ -273,7 +273,7 @@ def _infer_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 Ids = tuple[int, ...]
-_LISTED = 8  # of more devices in one cell, consecutive ones are written as a range
+_LISTED = 8  # with more devices in a cell, consecutive ids are written as a range
 
 
 class GridTable(NamedTuple):

@@ -1,22 +1,24 @@
 """Networks of linked devices, and the load that collectives put on their links.
 
-The devices of a network fill a box. Along some dimensions neighbors are linked, as in a torus; along others a switch
-connects all, that of a host or of a data center. A collective is carried out dimension by dimension, over slow ones
-while its data are few:
+The devices of a network fill a box. Along some dimensions neighbors are linked, as in a torus; along others the switch
+of a host or a data center connects all devices. A collective runs dimension by dimension, over slow dimensions while it
+has few data:
 
-- all_gather, and a reduce_scatter in the other direction: between hosts or slices, then along the torus, whose
-  dimensions take turns at being first, each with its part of the data (the bucket algorithm), last inside a host or a
-  chip. Along a torus halves go round a ring in both directions where the group stands evenly round it, else all goes to
-  both ends of a line. An all_reduce is one of each.
-- all_to_all and ppermute: each message on the shortest way, dimension by dimension, in halves where two are equal.
+- An all_gather runs between hosts or slices first, then along the torus, and last inside a host or a chip; a
+  reduce_scatter runs the other way, and an all_reduce is one of each. The dimensions of the torus take turns at being
+  first, each with its part of the data (the bucket algorithm). If the group stands evenly round a ring, one half of the
+  data goes each way round; else all data go to both ends of a line.
+- In all_to_all and ppermute each message takes the shortest way, dimension by dimension; if two ways are equally short,
+  one half takes each.
 
 Groups that lie between each other share links, and so do the devices of a chip. The busiest link decides how long a
-collective takes. Latency, and what a compiler does instead, are left out.
+collective takes. Latency is left out, and a compiler may choose another algorithm.
 
-Worked example: 8 devices of a v5e of x=2, y=4 gather one byte of each. Half of every byte goes along x first, to 1
-other device, and then along y, to 3 others, with the half that came: 1/2 and 3 bytes. The other half goes along y
-first, and then along x with the 3 halves that came: 3/2 and 2 bytes. So a device sends 2.5 bytes along x and 4.5 along
-y, 7 in all, as many as it must.
+Worked example: 8 devices of a v5e, x=2 and y=4, each gather one byte from every other. One half of every byte goes
+along x first: a device sends its half to 1 other device, 1/2 byte. Then it has two halves, and sends them along y to 3
+others: 3 bytes. The other half goes along y first, to 3 others: 3/2 bytes. Then a device has four halves, and sends
+them along x to 1 other: 2 bytes. So a device sends 2.5 bytes along x and 4.5 along y: 7 in all, the least that is
+possible.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Dim(NamedTuple):
         name: "slice", "host", "x", "y", "z", "core" or "gpu".
         size: devices along it.
         level: 0 between hosts or slices, 1 for a torus, 2 inside a chip or host.
-        wrap: whether the last is linked with the first, of a torus.
+        wrap: whether the last device along it is linked with the first, in a torus.
         bandwidth: bytes/s, one direction, of a link or into the switch.
     """
 
@@ -60,8 +62,8 @@ class Network(NamedTuple):
 
     Attributes:
         chip: the name of the chip.
-        dims: its dimensions, those between hosts or slices first.
-        shared: whether devices that differ in the last dimension alone share the links of all others.
+        dims: its dimensions, first the dimension between hosts or slices.
+        shared: whether devices that differ only in the last dimension, the cores of a chip, share all other links.
     """
 
     chip: str
@@ -103,7 +105,7 @@ def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
             f"make_mesh: placement needs devices that fill a box; got {len(devices)} in one of "
             f"{sized(zip(names, shape.tolist(), strict=True))}. Pass all devices of a slice, or leave placement out."
         )
-    # A torus of three dims closes where it is made of cubes of 4, one of two in a dim of a whole pod's 16.
+    # A torus of three dims wraps around if it is made of cubes of 4; a torus of two dims only along a whole pod's 16.
     made_of_cubes = not (shape[1 : 1 + chip.torus] % 4).any()
     used = [number for number, size in enumerate(shape) if size > 1] or [0]
     dims = []
@@ -153,7 +155,7 @@ Moves = int | tuple[tuple[int, int], ...]  # of a ppermute: by how many places, 
 def arrange_devices(
     devices: Sequence[Any], order: Coordinates, shape: Sequence[int], coordinates: Coordinates
 ) -> np.ndarray:
-    """The devices in an order of coordinates, in a shape; `coordinates` are those of each device."""
+    """The devices in the order of the coordinates `order`, in a shape; `coordinates` has those of each device."""
     by_coordinates = dict(zip(coordinates, devices, strict=True))
     grid = np.empty(len(order), dtype=object)
     grid[:] = [by_coordinates[position] for position in order]
@@ -167,7 +169,7 @@ class Load(NamedTuple):
         kind: the collective.
         axes: mesh axes.
         sent: bytes that a device sends in all, as `cost.wire` has them.
-        moves: of a ppermute, by how many places every message goes round, or the pairs (source, target).
+        moves: for a ppermute, by how many places every message goes round, or the pairs (source, target).
     """
 
     kind: str
@@ -190,7 +192,7 @@ def time_load(network: Network, axes: Mapping[str, int], order: Coordinates, loa
 def time_busiest_link(
     network: Network, kind: str, groups: np.ndarray, moves: Moves = 1, *, alike: bool = False
 ) -> float:
-    """Seconds of the busiest link where each member of each group sends one byte.
+    """Seconds of the busiest link if each member of each group sends one byte.
 
     Args:
         network: the network.
@@ -235,7 +237,7 @@ def _add_permute(network: Network, loads: Sequence[np.ndarray], groups: np.ndarr
 
 
 def _add_unaligned(network: Network, loads: Sequence[np.ndarray], kind: str, groups: np.ndarray) -> None:
-    """Groups that are no boxes: a ring in both directions, in the order of the mesh, or messages of all pairs."""
+    """Adds groups that are no boxes: gathers by a ring in both directions, others by messages between all pairs."""
     members = groups.shape[1]
     if kind in _GATHERS:
         shifts = [-1, 1]
@@ -267,7 +269,7 @@ def _add_all_to_all(
 
 
 def _count_positions(groups: np.ndarray) -> list[int] | None:
-    """How many positions along each dimension groups have that are boxes of one size; None if they are not.
+    """If the groups are boxes of one size, how many positions a group has along each dimension; else None.
 
     The positions need not be next to each other: the devices (0, 0), (0, 2), (1, 0), (1, 2) have [2, 2].
     """
@@ -282,9 +284,9 @@ def _count_positions(groups: np.ndarray) -> list[int] | None:
 
 
 def _choose_senders(network: Network, groups: np.ndarray, dim: int, alike: bool) -> np.ndarray:
-    """Which members to count, [groups, members]: all, or those on the first line along a dimension.
+    """Which members to count, [groups, members]: all, or the members on the first line along a dimension.
 
-    With those on the first line come the devices that share its links.
+    Devices that share the links of the first line are counted too.
     """
     if not alike:
         return np.ones(groups.shape[:2], bool)
@@ -298,10 +300,11 @@ def _choose_senders(network: Network, groups: np.ndarray, dim: int, alike: bool)
 
 
 def _divide_bucket(network: Network, counts: Sequence[int]) -> list[float]:
-    """What each member of a box sends along each dimension to gather one piece of each, in pieces.
+    """How many pieces each member of a box sends along each dimension, to gather one piece of each member.
 
-    On a torus of 4x4: half of a piece goes along x first, to 3 others, 1.5 pieces; then along y with the 4 halves that
-    are there, 6 pieces. The other half goes along y first. So 7.5 along each, 15 in all.
+    Worked example, on a torus of 4x4: a device sends half of its piece along x first, to 3 others: 1.5 pieces. Then it
+    has 4 halves, and sends them along y to 3 others: 6 pieces. The other half goes along y first. So a device sends 7.5
+    pieces along each dimension, 15 in all.
     """
     sent = [0.0] * len(counts)
     held = 1
@@ -317,7 +320,7 @@ def _divide_bucket(network: Network, counts: Sequence[int]) -> list[float]:
 
 
 def _find_line(groups: np.ndarray, dim: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The positions of each group along a dimension, [groups, positions], and which of these each member has."""
+    """The positions of each group along a dimension, [groups, positions], and the number of each member's position."""
     positions = np.sort(groups[:, :, dim], axis=1)[:, :: groups.shape[1] // count]
     numbers = (positions[:, None, :] < groups[:, :, dim, None]).sum(axis=2)
     return positions, numbers
@@ -326,10 +329,11 @@ def _find_line(groups: np.ndarray, dim: int, count: int) -> tuple[np.ndarray, np
 def _add_ring(
     network: Network, load: np.ndarray, groups: np.ndarray, dim: int, count: int, sent: float, senders: np.ndarray
 ) -> None:
-    """Each of the senders sends that along a dimension, round a ring in both directions, or along a line.
+    """Adds what senders send along a dimension, `sent` each: round a ring in both directions, or along a line.
 
-    Along a ring of 4, half of it goes each way. Along a line of 4, the first sends all of its 3 shares to the right;
-    the second passes the share of the first on and adds its own: 2 of 3 to the right, and 1 of 3 to the left.
+    Worked example: along a ring of 4, a device sends one half each way. Along a line of 4, every device passes the data
+    of the devices behind it on, with its own. To the right, the first device sends 1 of 3 shares, the second 2 and the
+    third 3; to the left, the second sends 3, the third 2 and the fourth 1.
     """
     size = network.dims[dim].size
     wrap = network.dims[dim].wrap
@@ -339,7 +343,7 @@ def _add_ring(
     positions, numbers = _find_line(groups, dim, count)
     gaps = (np.roll(positions, -1, axis=1) - positions) % size
     is_ring = (gaps == gaps[:, :1]).all(axis=1) & wrap
-    # A line leaves out the longest gap. Every piece leaves its source to both ends: the nearer to one, the more pass.
+    # A line leaves out the longest gap of the ring. Every piece goes from its source to both ends.
     opening = np.argmax(gaps, axis=1) if wrap else np.full(len(gaps), count - 1)
     behind = (np.arange(count) - opening[:, None] - 1) % count + 1  # members from one end to each gap
     for shift, pieces in ((1, behind % count), (-1, (count - behind) % count)):
@@ -354,7 +358,7 @@ def _add_ring(
 def _add_exchange(
     network: Network, load: np.ndarray, groups: np.ndarray, dim: int, count: int, message: float, senders: np.ndarray
 ) -> None:
-    """Each of the senders sends a message along a dimension to each other position of its group."""
+    """Adds a message of each sender, along a dimension, to each other position of its group."""
     positions, _ = _find_line(groups, dim, count)
     for number in range(count):
         target = np.broadcast_to(positions[:, number, None], groups.shape[:2])[senders]
@@ -362,7 +366,7 @@ def _add_exchange(
 
 
 def _send(network: Network, loads: Sequence[np.ndarray], sources: np.ndarray, targets: np.ndarray, size: float) -> None:
-    """Each source sends that to its target, dimension by dimension."""
+    """Adds a message of this size from each source to its target, dimension by dimension."""
     position = sources.copy().reshape(-1, len(network.dims))
     targets = targets.reshape(-1, len(network.dims))
     for dim in range(len(network.dims)):
@@ -381,7 +385,7 @@ def _send_along(
         return
     if line.wrap:
         steps = (steps + line.size // 2) % line.size - line.size // 2
-    half_way = line.wrap & (2 * np.abs(steps) == line.size)  # both directions are as short: half goes each way
+    half_way = line.wrap & (2 * np.abs(steps) == line.size)  # both directions are equally short: half goes each way
     amount = amount * np.where(half_way, 0.5, 1.0)
     for direction, sign in enumerate((1, -1)):
         distances = np.where(half_way, np.abs(steps), np.maximum(sign * steps, 0))

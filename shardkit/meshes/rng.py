@@ -222,7 +222,7 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
 
 
 def _check_one(where: str, key: jax.Array) -> None:
-    """Refuses several keys where one is folded."""
+    """Refuses an array of keys where a single key is needed."""
     if _keys_shape(key):
         raise ValueError(
             f"{where}: key must be one key; got keys of shape {_keys_shape(key)}. Pass one of them, or fold all with "

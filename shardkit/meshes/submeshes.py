@@ -1,7 +1,7 @@
-"""Submeshes: the slices of a mesh along one axis, and arrays over the mesh that are made of those on its slices.
+"""Submeshes: the slices of a mesh along one axis, and arrays over the mesh that are joined from arrays on its slices.
 
-They stand below all that uses them: a pipeline of several programs has a stage on each slice, DiLoCo a worker, and a
-checkpoint of workers is written from arrays over the mesh.
+A pipeline of several programs has a stage on each slice, and DiLoCo a worker; a checkpoint of workers is written from
+arrays over the mesh.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
 def join_submeshes(
     trees: Sequence[dict[str, jax.Array] | None], mesh: Mesh, specs: dict[str, PartitionSpec], *, rows: bool = False
 ) -> dict[str, jax.Array]:
-    """Arrays over a mesh of the arrays on each of its submeshes, in the buffers that are there: nothing is copied.
+    """Joins the arrays on the submeshes of a mesh to arrays over the mesh. They keep their buffers: nothing is copied.
 
     Worked example: two submeshes of 2 devices, each with an array [3, 8] whose dim 1 its devices split: [3, 4] on a
     device. With `rows` and the spec `P("stage", "data")` they become one array [6, 8] over the mesh of 4 devices, the

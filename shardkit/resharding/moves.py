@@ -32,7 +32,7 @@ class Leg(NamedTuple):
     source: PartitionSpec  # the spec before
     target: PartitionSpec  # the spec after
     route: Redistribution  # the steps; its sizes are in elements
-    stored: tuple[int, ...]  # the shape that is stored afterwards: padding that is not needed any more is cut off
+    stored: tuple[int, ...]  # the shape that is stored afterwards, without padding that the target does not need
 
 
 class Move(NamedTuple):
@@ -40,7 +40,7 @@ class Move(NamedTuple):
 
     path: str  # the leaf
     dtype: Any  # its dtype
-    # what is done, in order: one leg, or two where source and target cut a dim at different places
+    # the legs in order: one, or two if source and target cut a dim at different places
     legs: tuple[Leg, ...]
     least: int  # bytes that some device must receive: the part of its new shard that it does not hold
 
@@ -102,7 +102,7 @@ class Moves(NamedTuple):
 
 
 class LeafStorage(NamedTuple):
-    """How a leaf is stored, and whether a plan says so, which may pad it."""
+    """How a leaf is stored, and whether a plan stores it, which may pad it."""
 
     storage: Storage
     by_plan: bool
@@ -152,9 +152,10 @@ def _check_form(where: str, x: Any, original: tuple[int, ...], leaf: LeafStorage
 def _find_legs(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any) -> tuple[Leg, ...]:
     """The legs that send least.
 
-    Padding changes where a dim is cut into shards: 8 columns over 6 devices are 2 each, over 2 devices 4 each, and the
-    third device's do not begin where a shard of the other layout does. A redistribution moves whole shards, so such a
-    dim is first made whole, by a gather or by moving its axes to another dim.
+    Padding changes where a dim is cut into shards. Worked example: 9 columns over 6 devices are padded to 12, 2 on
+    each, and over 2 devices to 10, 5 on each. The shard of columns 4 and 5 begins in one shard of the other layout and
+    ends in the next. A redistribution moves whole shards, so such a dim is first made whole, by a gather or by moving
+    its axes to another dim.
     """
     source = _split_of(before.spec, len(original))
     target = _split_of(after.spec, len(original))
@@ -174,7 +175,7 @@ def _find_legs(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any
 
 
 def _forms_between(original: tuple[int, ...], before: _Form, apart: Sequence[int], mesh: Any) -> Iterator[_Form]:
-    """The forms in which the dims `apart` are whole, and their axes are gathered or split other dims."""
+    """Forms in which the dims `apart` are whole: each dim's axes are gathered, or split another dim instead."""
     source = _split_of(before.spec, len(original))
     shape = tuple(original[dim] if dim in apart else size for dim, size in enumerate(before.shape))
     destinations = [None, *(dim for dim in range(len(original)) if dim not in apart)]  # None: gathered
@@ -200,7 +201,7 @@ def _make_leg(before: _Form, after: _Form, mesh: Any) -> Leg:
 
 
 def _least_received(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any) -> int:
-    """The most elements that a device must receive, where the two layouts cut a dim at different places.
+    """The most elements that a device must receive, if the two layouts cut a dim at different places.
 
     Of 8 columns, over 6 devices and then over 2: the second device of the 2 gets columns 4 to 8 and, as the second of
     the 6, has columns 2 to 4. It must receive all 4.
@@ -239,14 +240,14 @@ def _split_of(spec: PartitionSpec, ndim: int) -> DimAxes:
 
 @lru_cache(maxsize=1024)
 def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
-    """The jitted program of one leg, in pieces of so many elements; leaves that are alike share it."""
+    """The jitted program of one leg, in pieces of at most `piece` elements; leaves with equal legs share it."""
     parts = dict(leg.route.parts)
     source = _refine_spec(leg.source, mesh, parts)
     target = _refine_spec(leg.target, mesh, parts)
     varying_axes = tuple(axis for axes in spec_axes(target) for axis in axes)
 
-    # Padding comes and goes on the device: a dim whose padding changes is whole before this leg or after it, and so
-    # the zeros are at the end of what one device holds. Where both layouts split it, they would be in the middle.
+    # Padding is added and cut on the device. A dim whose padding changes is whole before this leg or after it, so that
+    # the zeros are at the end of one device's array. If both layouts split the dim, zeros would be in the middle.
     def run_leg(x: jax.Array) -> jax.Array:
         padded = local_shape(leg.shape, leg.source, mesh)
         x = jnp.pad(x, [(0, longer - size) for longer, size in zip(padded, x.shape, strict=True)])
@@ -259,7 +260,7 @@ def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
 
 
 def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> PartitionSpec:
-    """The spec over the parts of axes; without axes of size 1, which would have to be gathered to be left."""
+    """The spec over the parts of axes, without axes of size 1, over which an array would have to be gathered."""
     entries = []
     for axes in spec_axes(spec):
         names: list[str] = []
@@ -271,7 +272,7 @@ def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Mapping[str, tuple[int, 
 
 
 def run_steps(x: jax.Array, route: Redistribution, varying_axes: tuple[str, ...], piece: int) -> jax.Array:
-    """All steps, for pieces along a dim that no step touches where there is more than one piece's worth of elements."""
+    """Runs all steps. A large array is moved in pieces along a dim that no step touches, so that less is in memory."""
     sizes = dict(route.axes)
     x = x.reshape(divide_shape(route.shape, route.source, sizes))
     last = route.steps[-1].after if route.steps else route.source
@@ -299,7 +300,7 @@ def run_steps(x: jax.Array, route: Redistribution, varying_axes: tuple[str, ...]
 
 
 def _count_pieces(length: int, elements: int, piece: int) -> int:
-    """The fewest pieces of a dim of this length that have no more than `piece` elements each; at most one a row."""
+    """The fewest equal pieces of a dim with no more than `piece` elements each; at most one piece for each row."""
     for count in range(1, length + 1):
         if length % count == 0 and elements <= piece * count:
             return count
@@ -315,8 +316,8 @@ def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
 
 
 def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    # Replicated: what is gathered leaves shard_map whole along these axes, or is sliced along others. An all_gather
-    # whose result varied would be right on every device, and refused at the end.
+    # Replicated, because the result leaves shard_map whole along these axes, or is sliced along others. With a result
+    # that is typed as varying, every device would have the right array, and shard_map would refuse it.
     for dim, axes in enumerate(step.removed_axes()):
         if axes:
             x = all_gather(x, axes, dim=dim, replicated=True)
@@ -324,13 +325,13 @@ def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array
 
 
 def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    # Whole shards trade devices, in one step: a gather and a slice would send each shard to all of them.
+    # Shards change their devices in one step: a gather and a slice would send each shard to all devices.
     axes, pairs = find_permutation(step, sizes)
     return permute(x, axes, pairs)
 
 
 def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
-    """One all_to_all for all axes that move: a dim in front counts the devices to send to, then those that sent.
+    """One all_to_all for all axes that move: a dim in front counts the receiving devices, and after it the senders.
 
     Worked example: from P("a", "b") with a=2 and b=3 to P("b", "a"), both at once, of a local [12, 12]. Dim 0 gets "b"
     and loses "a", dim 1 gets "a" and loses "b".
@@ -382,7 +383,7 @@ _KINDS = {"slice": _slice, "all_to_all": _exchange, "ppermute": _permute, "all_g
 
 
 def part_names(axis: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The names of the parts of an axis; of an axis that is not split into parts its own."""
+    """The names of the parts of an axis; its own name if the axis is not split into parts."""
     if axis not in parts:
         return (axis,)
     return tuple(f"{axis}.{part}" for part in range(len(parts[axis])))

@@ -4,13 +4,12 @@ A layout is, for each dim, the axes that split it, major to minor. Four kinds of
 
 - `slice` splits a dim by axes over which the array is replicated, and sends nothing;
 - `all_to_all` moves axes from the minor end of one dim to the minor end of another, several axes and dims at once;
-- `ppermute` puts the axes of a layout in another order, where every dim stays split into as many parts;
+- `ppermute` changes the order of a layout's axes, while every dim stays split into as many parts as before;
 - `all_gather` removes axes from the minor end of a dim.
 
-Layouts are those of a `View` of the array, which has more dims.
-
-Each gives every device the part that the next layout assigns to it, so any chain of steps is right, and the search
-takes the one that sends least. No layout on the way has larger shards than the larger of source and target.
+Each step gives every device the part that the next layout assigns to it, so any chain of steps is right. The search
+takes the chain that sends least. No layout on the way has larger shards than both source and target. The layouts are
+layouts of a `View` of the array, which has more dims than the array.
 
 Worked example: an 8x4 array in float32 over data=2 and model=4, from rows over "model" to columns over "model". A shard
 is [2, 4], 8 elements. Two ways lead to [8, 1]:
@@ -20,7 +19,8 @@ is [2, 4], 8 elements. Two ways lead to [8, 1]:
 | all_gather of the rows, then a slice of the columns | 8 elements to each of 3 others: 96 bytes | [8, 4], 128 bytes |
 | all_to_all: its piece [2, 1] to each of 3 others | 6 elements: 24 bytes | [2, 4], then [8, 1], 32 bytes each |
 
-It holds 2 of the 8 elements of its new shard, so it must receive 6 at least: 24 bytes, and no way sends less.
+A device has 2 of the 8 elements of its new shard already, so it must receive at least 6: 24 bytes, and no way sends
+less.
 
 Source: Rink, Paszke, Grewe et al., Memory-efficient array redistribution through portable collective communication
 (2021, arXiv:2112.01075), whose order of steps (slice, exchange, permute, gather) the search finds where it is best.
@@ -58,8 +58,8 @@ class MoveStep(NamedTuple):
 
     kind: Literal["slice", "all_to_all", "ppermute", "all_gather"]
     before: DimAxes  # the axes that split each dim before the step
-    after: DimAxes  # and after it
-    sent: int  # elements that each device sends; for a ppermute the busiest
+    after: DimAxes  # the axes that split each dim after the step
+    sent: int  # elements that each device sends; in a ppermute, the busiest device
 
     def removed_axes(self) -> DimAxes:
         """For each dim the axes that a step takes from its minor end."""
@@ -70,7 +70,7 @@ class MoveStep(NamedTuple):
         return tuple(b[len(common_prefix(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
 
     def describe(self, dims: Shape) -> str:
-        """The step in words, with the dims of the array for those of the view."""
+        """The step in words, with dims of the array instead of dims of the view."""
         if self.kind == "ppermute":
             changes = []
             for dim, before, after in zip(dims, self.before, self.after, strict=True):
@@ -125,14 +125,14 @@ class Redistribution(NamedTuple):
 def find_redistribution(
     shape: Shape, source: DimAxes, target: DimAxes, axes: tuple[tuple[str, int], ...]
 ) -> Redistribution:
-    """The steps that send least from one layout of an array to another; among equals the fewest.
+    """The steps from one layout of an array to another that send least; of equal ones, the fewest steps.
 
-    Source and target are for each dim the axes that split it, and divide the global shape.
+    Source and target have, for each dim, the axes that split it; they must divide the global shape.
     """
     sizes = {axis: size for axis, size in axes if size > 1}
     source = _keep_axes(source, sizes)
     target = _keep_axes(target, sizes)
-    # Axes with which both layouts of a dim begin do not move: the search sees the shards over them as the array.
+    # Axes with which both layouts of a dim begin do not move: to the search, the shards over them are the array.
     fixed = tuple(common_prefix(a, b) for a, b in zip(source, target, strict=True))
     shape = divide_shape(shape, fixed, sizes)
     source = tuple(axes[len(prefix) :] for axes, prefix in zip(source, fixed, strict=True))
@@ -143,7 +143,7 @@ def find_redistribution(
     if sum(map(len, parts.values())) <= MOST_PARTS:
         views.append((parts, "all"))
     best: Redistribution | None = None
-    for axis_parts, cuts in views:  # the coarsest that will do: its collectives move the longest runs of elements
+    for axis_parts, cuts in views:  # coarse views first: their collectives move longer runs of elements
         candidate = _search(make_view(shape, source, target, axis_parts, cuts))
         if best is None or candidate.sent < best.sent:
             best = candidate
@@ -158,7 +158,7 @@ def _keep_axes(split: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
 
 
 class _Path(NamedTuple):
-    """Steps from the source to a layout; of several the heap returns the least, compared field by field."""
+    """Steps from the source to a layout. The heap returns the least path, compared field by field."""
 
     bound: int  # elements that the steps send, and that must still be received
     length: int  # how many steps
@@ -170,10 +170,10 @@ class _Path(NamedTuple):
 
 
 def _search(view: View) -> Redistribution:
-    """A* over layouts: the cost of a path is what it sends, then its steps, then what it holds.
+    """A* over layouts: the cost of a path is the elements that it sends, then its steps, then the sizes of its shards.
 
-    The first path that the heap returns with the target at its end is the best: what each sends and must still receive
-    never exceeds what it will have sent in the end.
+    The bound of a path, what it has sent and must still receive, never exceeds what it will have sent at its end. So
+    the first path from the heap that ends at the target is the best.
     """
     shape = view.shape
     sizes = view.sizes
@@ -215,10 +215,11 @@ def _search(view: View) -> Redistribution:
 
 def _find_steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
     """The steps that lead out of a layout."""
-    # Gathers and exchanges take axes from the minor end of a dim: the devices along its last axis hold parts that are
-    # next to each other. Along an axis before it the parts lie apart: gathered, they would have the right shape, no
-    # error, and an order of rows that no spec can name. Such an axis leaves after those behind it, or a ppermute puts
-    # it last. Slices send nothing and make later steps smaller, gathers larger: the search finds gathers at the end.
+    # Gathers and exchanges take axes from the minor end of a dim, because the devices along its last axis have parts
+    # that are next to each other. Along an earlier axis the parts lie apart: gathered, they would have the right shape
+    # and no error, but an order of rows that no spec can name. So an earlier axis leaves after the axes behind it, or
+    # after a ppermute has put it last. Slices send nothing and make later steps smaller, gathers make them larger: the
+    # search puts gathers at the end.
     yield from _find_slices(shape, split, sizes)
     yield from _find_gathers(shape, split, sizes)
     yield from _find_exchanges(shape, split, target, sizes)
@@ -251,24 +252,24 @@ def _find_exchanges(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mappin
         added_axes = step.added_axes()
         if all(size % count_parts(axes, sizes) == 0 for size, axes in zip(local, added_axes, strict=True)):
             moved = [axis for axes in added_axes for axis in axes]
-            # A device keeps the one piece that is its own.
+            # A device keeps one piece, and sends the others.
             yield step._replace(sent=elements - elements // count_parts(moved, sizes))
 
 
 def _exchange_layouts(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
     """The layouts in which axes from the minor ends of dims have moved to the minor ends of other dims.
 
-    One axis may go anywhere; several together go where the target has them.
+    A single axis may move to any other dim; several axes at once move only to their dims in the target.
 
-    From ((x, y), ()), with y of the target on dim 1: ((x,), (y,)), in which y has moved. If the target has both there,
-    in the order (x, y), then ((), (x, y)) too, in which both have moved at once.
+    Worked example: from ((x, y), ()), y may move to dim 1: ((x,), (y,)). If the target has x and y on dim 1, in this
+    order, both may move at once: ((), (x, y)).
     """
     target_dims = {axis: dim for dim, axes in enumerate(target) for axis in axes}
     counts = [range(len(axes) + 1) for axes in split]
     for kept in itertools.product(*counts):
         remaining = tuple(axes[:count] for axes, count in zip(split, kept, strict=True))
         moved = [axis for axes, count in zip(split, kept, strict=True) for axis in axes[count:]]
-        # A dim that loses axes is put together in this step, and not split.
+        # A dim that loses axes gets none in the same step.
         open_dims = [dim for dim, axes in enumerate(split) if len(axes) == kept[dim]]
         if len(moved) == 1:
             for dim in open_dims:
@@ -292,7 +293,7 @@ def _find_permutes(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping
 
 
 def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Mapping[str, int]) -> Axes:
-    """The first of the axes that the target has on a dim, where they split it into so many parts; else none."""
+    """The first axes of the target on a dim, if they are used and split the dim into `count` parts; else none."""
     for number in range(len(axes) + 1):
         first = axes[:number]
         if count_parts(first, sizes) == count:
@@ -301,7 +302,7 @@ def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Mapping[
 
 
 def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Mapping[str, int]) -> Iterator[DimAxes]:
-    """The layouts in which each dim has its axes of `homes`, or is split into as many parts by some of these axes."""
+    """The layouts in which each dim has its axes of `homes`, or is split into its count of parts by free `axes`."""
     if not counts:
         yield ()
         return
@@ -313,7 +314,7 @@ def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Ma
 
 
 def _fill(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
-    """The orders of some of these axes that split a dim into so many parts."""
+    """All tuples of some of these axes that split a dim into `count` parts."""
     if count == 1:
         yield ()
         return
@@ -325,10 +326,10 @@ def _fill(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
 
 
 def least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> int:
-    """The elements that some device must receive: those of its target shard that are not in its source shard.
+    """The elements that some device must receive: the part of its target shard that is not in its source shard.
 
-    Along each dim the two shards overlap by the smaller one where the axes of one layout begin with those of the other;
-    otherwise not at all, on some device.
+    Along a dim, if the axes of one layout begin with the axes of the other, every device's smaller shard lies in its
+    larger one. Otherwise some device's shards do not overlap at all.
     """
     overlap = 1
     for size, source_axes, target_axes in zip(shape, source, target, strict=True):

@@ -198,7 +198,7 @@ def make_train_step(
     _check_deterministic(program, accumulate, manual)
 
     def compile_for(plan: Plan, layouts: Any = None) -> Any:
-        """The jitted step for a plan; the new state has the layouts of the first, where those are passed."""
+        """The jitted step for a plan; the new state has these layouts, if they are passed."""
         for_plan = dataclasses.replace(program, plan=plan)
         run: Callable[..., Any] = for_plan
         if steps is not None:
@@ -209,8 +209,8 @@ def make_train_step(
             out = (layouts, NamedSharding(mesh, PartitionSpec()))
         return jax.jit(wrap_for_explicit_axes(run, mesh), donate_argnums=donated, out_shardings=out)
 
-    # Where the partitioner splits parameters too, the plan must know how, and only the first state tells. Elsewhere the
-    # plan says all, and one jit serves every state.
+    # If the partitioner splits parameters too, the plan must know how, and only the first state tells. Otherwise the
+    # plan knows all layouts, and one jit serves every state.
     if program.mesh is mesh and all_manual:
         run = compile_for(plan)
     else:
@@ -244,7 +244,7 @@ def _run_in_sequence(program: TrainProgram, steps: int, state: TrainState, key: 
 
 
 def _check_deterministic(program: TrainProgram, accumulate: int, manual: Any) -> None:
-    """Refuses what cannot have the same bits on every mesh."""
+    """Refuses options and plans that cannot give the same bits on every mesh."""
     groups = program.microbatches
     if not isinstance(groups, Groups):
         return

@@ -1,8 +1,8 @@
-"""Carried state: what a step updates without a gradient, such as batch statistics or averaged parameters.
+"""Carried state: arrays that a step updates without a gradient, such as batch statistics or averaged parameters.
 
-Leaves that mirror a parameter are laid out as the parameter at rest, and reach the loss as the parameter does. Others
-are replicated, and reach the loss unchanged. What a loss returns for its examples is summed over microbatches and
-devices with the other Means, so that one update per step, on global arrays, is right on every mesh.
+Leaves that mirror a parameter are laid out as the parameter at rest, and reach the loss as the parameter does. Other
+leaves are replicated, and reach the loss unchanged. The statistics that a loss returns are Means, which are summed over
+microbatches and devices. So one update per step, on global arrays, is right on every mesh.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Update = Callable[[Any, Any, Any], Any]
 
 
 def reads_carried(grad_fn: GradFn) -> bool:
-    """Whether a GradFn takes `carried=`, as that of `value_and_grad` does for a loss with a fourth argument.
+    """Whether a GradFn must be passed `carried=`, as for a loss of `value_and_grad` with a fourth argument.
 
-    One with a default does not: `functools.partial(grad_fn, carried=fixed)` has it already.
+    If `carried` has a default, as in `functools.partial(grad_fn, carried=fixed)`, it need not be passed.
     """
     try:
         parameter = inspect.signature(grad_fn).parameters.get("carried")
@@ -50,7 +50,7 @@ def reads_carried(grad_fn: GradFn) -> bool:
 def check_carried(
     where: str, reads: bool, carry: Update | None, carried: Any, remedy: str = "init(params, key, carried=...)"
 ) -> None:
-    """Refuses a state without what the loss reads or the step updates, and one that nothing uses.
+    """Refuses a state without the carried state that loss or step need, and a carried state that nothing uses.
 
     Raises:
         ValueError: either.
@@ -67,7 +67,7 @@ def check_carried(
 
 
 class Carried:
-    """The carried state of one step or evaluation as it is stored, None for none, and its layouts under a plan."""
+    """The carried state of one step or evaluation as it is stored, and its layouts under a plan; `tree` may be None."""
 
     def __init__(self, where: str, tree: Any, params: Any, placement: Placement):
         self.tree = () if tree is None else tree
@@ -99,11 +99,11 @@ class Carried:
     def update(self, carry: Update, metrics: Any, params: Any, step: Any, microbatches: Microbatches | Groups) -> Any:
         """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
 
-        Where the metrics have "finite" and it is False, the state stays as it was.
+        If the metrics have "finite" and it is False, the state stays as it was.
         """
-        # Outside of shard_map, on global arrays, once per step. Inside of it the update would run on each device for
-        # the sums of that device, and statistics of the batch would be other ones on each mesh. What an update reads
-        # across shards is sent by the partitioner.
+        # The update runs outside of shard_map, on global arrays, once per step. Inside it would run on each device for
+        # the sums of this device, and batch statistics would be other ones on each mesh. If an update reads across
+        # shards, the partitioner sends the data.
         mesh = self._placement.mesh
         shapes = _shapes((self.tree, metrics, params))
         _check_same(shapes[0], jax.eval_shape(carry, *shapes))
@@ -123,7 +123,7 @@ class Carried:
         return lax.with_sharding_constraint(stored, shardings(mesh, self.storage))
 
     def _depends_on_order(self, carry: Update, shapes: tuple[Any, Any, Any]) -> bool:
-        """Whether `carry` depends on the order of the layers of a stack that the plan stores in another one."""
+        """Whether `carry` depends on the order of a stack's layers, if the plan stores the layers in another order."""
         _, metrics, _ = shapes
         params_at_rest = map_layouts(LeafLayout.at_rest, self._placement.layouts)
         rows = jax.tree.map(lambda leaf: bool(leaf.rows), self.storage)

@@ -1,7 +1,7 @@
-"""DiLoCo: workers that train alone for many steps, and then exchange what they have learned.
+"""DiLoCo: workers that train alone for many steps, and then exchange how far their parameters have moved.
 
-A worker is one index of a slow axis, as "pod". Its step, any of `make_train_step` on the devices at that index, is a
-program of its own: between exchanges no worker waits for another, and nothing can be sent.
+A worker is one index of a slow axis, such as "pod". Its step, any result of `make_train_step` on the devices at this
+index, is a program of its own: between exchanges no worker waits for another, and nothing can be sent.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ FragmentOf = Callable[[str, tuple[int, ...]], int | Sequence[int]]
 
 
 class DilocoState(NamedTuple):
-    """What a run carries from step to step."""
+    """The state of a DiLoCo run."""
 
-    workers: tuple[TrainState | None, ...]  # of each worker, on its devices; None where none of them is of this process
-    params: Any  # after the last exchange, on all devices, the same for all workers
+    workers: tuple[TrainState | None, ...]  # each worker's state; None for a worker without a device of this process
+    params: Any  # the parameters after the last exchange, the same for all workers
     outer: tuple[Any, ...]  # the outer optimizer's state for each fragment
 
     @property
     def step(self) -> jax.Array:
-        """How many steps the workers of this process took, as a TrainState has it: a checkpoint is named by it."""
+        """How many steps the workers of this process took, as in a TrainState: a checkpoint is named by it."""
         return next(worker.step for worker in self.workers if worker is not None)
 
 
 class Moved(NamedTuple):
-    """What `start` has sent of a fragment, for one `finish`."""
+    """The mean movement of a fragment, which `start` has computed, for one `finish`."""
 
-    parts: dict[str, jax.Array]  # by path
-    fragment: int
+    parts: dict[str, jax.Array]  # the movement of each leaf, by path
+    fragment: int  # the number of the fragment
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class WorkerSteps:
         return train_step.step.lower(worker, batch)
 
     def trace(self, state: DilocoState, batches: Sequence[Any]) -> jax.stages.Traced:
-        """The same, as a jaxpr, for a census."""
+        """The program of the first worker of this process as a jaxpr, for a census."""
         train_step, worker, batch = self._first(state, batches)
         return train_step.step.trace(worker, batch)
 
@@ -117,27 +117,29 @@ class Diloco:
         workers: list[TrainState | None] = []
         copies: list[dict[str, jax.Array] | None] = []
         for number, train_step in enumerate(self.train_steps):
-            worker = copy = None
-            if train_step is not None:
-                worker = train_step.init(params, key, carried)
-                worker = worker._replace(key=jax.random.fold_in(worker.key, number))
-                copy = collect_arrays(jax.tree.map(jnp.copy, worker.params))
-                first = worker.params
-            workers.append(worker)
-            copies.append(copy)
+            if train_step is None:
+                workers.append(None)
+                copies.append(None)
+                continue
+            worker = train_step.init(params, key, carried)
+            workers.append(worker._replace(key=jax.random.fold_in(worker.key, number)))
+            # Copied, because a step donates the buffers of its state.
+            copies.append(collect_arrays(jax.tree.map(jnp.copy, worker.params)))
         if any(isinstance(worker.opt_state, Master) for worker in workers if worker is not None):
             raise ValueError(
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
                 "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
             )
-        arrays = join_submeshes(copies, self.mesh, self._specs(first))
+        # All workers have the same parameters: as arrays over the whole mesh they are `params` of the state.
+        worker_params = next(worker.params for worker in workers if worker is not None)
+        arrays = join_submeshes(copies, self.mesh, self._specs(worker_params))
 
+        @jax.jit
         def init_outer(fragment: dict[str, jax.Array]) -> Any:
-            return self._pin_outer(self.outer.init(fragment), fragment, first)
+            return self._pin_outer(self.outer.init(fragment), fragment, worker_params)
 
-        init_outer = jax.jit(init_outer)
-        outer = [init_outer(_take_members(arrays, members)) for members in self._fragments(first)]
-        return DilocoState(tuple(workers), replace_arrays(first, arrays), tuple(outer))
+        outer = [init_outer(_take_members(arrays, members)) for members in self._fragments(worker_params)]
+        return DilocoState(tuple(workers), replace_arrays(worker_params, arrays), tuple(outer))
 
     @property
     def step(self) -> WorkerSteps:
@@ -146,7 +148,7 @@ class Diloco:
 
     @partial(typed, where="diloco")
     def start(self, state: DilocoState, fragment: int = 0) -> Moved:
-        """Sends one fragment, for `finish`: the mean of what workers moved since the last exchange, float32."""
+        """Sends one fragment, for `finish`: the mean of the workers' movements since the last exchange, float32."""
         return Moved(self._start(self._rows(state, fragment), state.params, fragment), fragment)
 
     def finish(self, state: DilocoState, moved: Moved, *, keep: float = 0.0) -> DilocoState:
@@ -173,13 +175,14 @@ class Diloco:
         """The program of `start`, which alone sends over the slow axis, for a census."""
         return self._start.trace(self._rows(state, fragment), state.params, fragment)
 
-    # Two programs run over the mesh of all workers. Their parameters come in as one array for each leaf, with the rows
-    # of one worker after those of another: a device has its own worker's there, and the same leaf of `params` beside.
+    # Two programs run over the mesh of all workers. They get the workers' parameters as one array for each leaf, with
+    # the rows of one worker after those of another, so that a device has the rows of its own worker. Beside it they get
+    # `params`, the parameters after the last exchange.
     #
     # Worked example: w[8, 6] with rows over "fsdp" of 2, for 3 workers along "pod". The array of all workers has 24
-    # rows over ("pod", "fsdp"); a device has 4 of them, and the same 4 of the 8 rows of `params`. Since the last
-    # exchange it moved from the latter to the former: params - own, [4, 6], is summed over "pod" and divided by 3.
-    # That is the gradient of the outer optimizer.
+    # rows over ("pod", "fsdp"); a device has 4 of them, and the same 4 of the 8 rows of `params`. The worker's rows
+    # have moved away from the rows of `params` since the last exchange. The difference, [4, 6], is summed over "pod"
+    # and divided by 3: it is the gradient for the outer optimizer.
     @cached_property
     def _start(self) -> Any:
         reduce = self.reduce.all_reduce
@@ -189,16 +192,16 @@ class Diloco:
             members = self._fragments(params)[fragment]
             specs = self._specs(params)
 
-            def on_device(own: dict[str, jax.Array], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            def on_device(worker: dict[str, jax.Array], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
                 before = _take_members(params, members)
-                after = _take_members(own, members)
+                after = _take_members(worker, members)
                 moved = []
                 for path, old in before.items():
                     new = after[path].reshape(old.shape)
                     moved.append(old.astype(jnp.float32) - new.astype(jnp.float32))
-                # The only bytes on the slow axis. What a worker moved goes over it, not its gradients, and once in many
-                # steps: a sum in each step would be data parallelism. Before the outer optimizer, which all workers
-                # run alike: after it their states would have to be exchanged too.
+                # The only bytes on the slow axis: a worker sends its movement once in many steps, instead of its
+                # gradients in each step, as data parallelism does. The sum stands before the outer optimizer, so that
+                # all workers run it alike: after it, the optimizer's states would have to be exchanged too.
                 sums = reduce(moved, (self.axis,))
                 return {path: total / len(self.train_steps) for path, total in zip(members, sums, strict=True)}
 
@@ -225,17 +228,19 @@ class Diloco:
             updates, outer = self.outer.update(moved, outer, before)
             arrays = arrays | _set_members(arrays, members, optax.apply_updates(before, updates))
 
-            def on_device(own: dict[str, jax.Array], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            def on_device(worker: dict[str, jax.Array], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
                 exchanged = _take_members(params, members)
                 mixed = {}
-                for path, x in _take_members(own, members).items():
+                for path, x in _take_members(worker, members).items():
                     new = exchanged[path].reshape(x.shape)
                     mixed[path] = (keep * x + (1 - keep) * new).astype(x.dtype)
-                return own | _set_members(own, members, mixed)
+                return worker | _set_members(worker, members, mixed)
 
             mix = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
             layouts = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
-            pinned = lax.with_sharding_constraint(arrays, layouts)  # another would compile the next exchange again
+            pinned = lax.with_sharding_constraint(
+                arrays, layouts
+            )  # with other layouts, the next exchange compiles again
             return mix(rows, arrays), replace_arrays(params, pinned), self._pin_outer(outer, before, params)
 
         return jax.jit(finish, static_argnums=5, donate_argnums=(1, 2))
@@ -267,7 +272,7 @@ class Diloco:
         return join_submeshes(arrays, self.mesh, self._row_specs(state.params), rows=True)
 
     def _take_rows(self, worker: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
-        """The state of a worker with its parameters out of those of all."""
+        """The state of a worker with its parameters taken from the rows of all workers."""
         if worker is None:
             return None
         arrays = {}
@@ -280,7 +285,7 @@ class Diloco:
         return worker._replace(params=replace_arrays(worker.params, arrays))
 
     def _pin_outer(self, outer: Any, arrays: dict[str, jax.Array], params: Any) -> Any:
-        """The outer state of a fragment: what mirrors a parameter, in its layout."""
+        """The outer state of a fragment, with each array that mirrors a parameter in the parameter's layout."""
         specs = self._specs(params)
         storage = optimizer_storage(outer, arrays, {path: Storage(specs[path]) for path in arrays})
         return lax.with_sharding_constraint(outer, shardings(self.mesh, storage))
@@ -322,7 +327,7 @@ def _take_members(arrays: dict[str, jax.Array], members: dict[str, Any]) -> dict
 
 
 def _set_members(arrays: Any, members: dict[str, Any], values: Any) -> dict[str, jax.Array]:
-    """The arrays of its leaves with those of a fragment in their places."""
+    """The leaves of a fragment, with its values in the rows that are its members."""
     return {path: arrays[path].at[rows].set(values[path]) for path, rows in members.items()}
 
 
@@ -394,7 +399,7 @@ def diloco(
 
 
 def _check_train_step(train_step: Any, mesh: Mesh, axis: str) -> None:
-    """Refuses what is no step of one worker on its part of the mesh."""
+    """Refuses a result of `make_step` that is no step of one worker on its part of the mesh."""
     if not isinstance(train_step, TrainStep) or train_step.step.mesh.devices.tolist() != mesh.devices.tolist():
         raise TypeError("diloco: make_step must return a TrainStep on the mesh that it is passed; got another.")
     plan = train_step.step.plan

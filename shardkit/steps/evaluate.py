@@ -158,7 +158,7 @@ def make_eval_step(
         state = Carried("evaluate", carried, params, placement)
 
         # As in a step: the parameters enter, the loss computes sums of this device's examples, and totals and weights
-        # are summed over devices after it. Summed in the loss they would be divided by the weight of one device.
+        # are summed over devices after the loss. A division inside the loss would be by the weight of one device.
         def on_device(params_at_rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
             weights = enter(params_at_rest, placement, policy)
             entered = [state.enter(carried, policy)] if reads else []
@@ -194,8 +194,8 @@ def make_eval_step(
                     params, batch, carried = change_axis_types((params, batch, carried), mesh)
                 return compare_examples(params, batch, carried)
         except Exception:
-            # The metrics are there, and a warning is all that could follow. A loss that is written for so many examples
-            # on each device cannot be traced for twice as many, and the memory may not suffice for these.
+            # The metrics are computed already, and only a warning could follow. A loss that is written for a fixed
+            # number of examples on each device cannot be traced for twice as many, or there may be too little memory.
             return []
 
     def compare_examples(params: Any, batch: Any, carried: Any) -> list[Mixed]:

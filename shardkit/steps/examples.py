@@ -1,25 +1,28 @@
 """Whether the loss and the metrics of a step add over its examples, so that they are the same on every mesh.
 
-Each device computes the loss of its own examples, and the step divides the sum of the totals by that of the weights;
-so it does with each metric. Most are seen to add over their examples in their trace (`on_device/additive.py`), which
-compiles and runs nothing. Where the trace does not tell, the loss of the examples of two devices together is compared
-with those of both, with the numbers of the first batch and with others in their place, as NaN: a guard such as
+Each device computes the loss of its own examples, and the step divides the sum of the totals by the sum of the weights,
+for the loss and for each metric. The trace of most losses shows that they add over their examples
+(`on_device/additive.py`); this compiles and runs nothing.
+
+If the trace does not tell, numbers are compared: the loss of two devices' examples together, and the losses of the two
+devices apart. They are compared for the first batch, and for other numbers in its place, such as NaN: a guard such as
 `jnp.where(jnp.isnan(loss), 0, loss)` is the same on every mesh until the first NaN.
 
-A plan may split further dims of the batch, as `cp` the tokens along dim 1. What holds of examples then holds of tokens:
-a loss that sends nothing over the axes of a dim must add along it. Attention over a device's own tokens does not, nor
-do positions that begin with 0 on each device. The tokens of two devices are compared in their order, those of a device
-after those of the one before it, and no integers are planted: zeros would make one document of two.
+A plan may split further dims of the batch, as `cp` splits the tokens along dim 1. A loss that sends nothing over the
+axes of a dim must then add along this dim, over its tokens as over its examples. Attention over a device's own tokens
+does not add, nor does a loss whose positions begin with 0 on each device. The tokens of two devices are compared in
+their order: the tokens of the earlier device come first. No integers are planted: integers may be the numbers of
+documents, and zeros would make one document of two.
 
 Not compared:
 
 - a program that calls back into Python or has another effect: it would be called with numbers that no batch has;
-- what is called inside of another jit, which has no numbers yet;
+- a step that is called inside another jit: there are no numbers yet;
 - a loss or metric that sends over an axis of the batch itself: `whole_batch.py` compares it with one device.
 
-A program with a `while` is compared with the numbers of the first batch alone: a loop that a float ends may never end
-on others. Only losses are compared: what a `custom_vjp` mixes in its backward pass alone, as one that clips cotangents
-by the batch, `testing.assert_same_training` finds.
+A program with a `while` is compared for the numbers of the first batch alone: with other numbers its loop may never
+end. Only losses are compared. A `custom_vjp` may mix examples in its backward pass alone, for instance by clipping
+cotangents by the whole batch: `testing.assert_same_training` finds this.
 """
 
 from __future__ import annotations
@@ -45,16 +48,16 @@ from shardkit.on_device.batch import device_keys, example_axes, split_microbatch
 from shardkit.on_device.example_states import Met, Rows, State, any_whole
 from shardkit.plans.plan import Placement
 
-# The largest difference, as a share of the losses, that is taken for rounding: of float32, and of 16 bits.
+# A difference up to this share of the losses counts as rounding, in float32 and in 16 bits.
 ROUNDING = 2e-5
 ROUNDING_16_BITS = 1e-2
-# Smaller losses are compared as if they were so large: one that is nearly zero is a difference of larger numbers, and
-# has their rounding.
+# Losses below this are compared as if they were this large: a loss near zero is often a difference of larger numbers,
+# and has their rounding.
 _SMALLEST = 1e-2
 
 
 class WrongProgramError(ValueError):
-    """What the first call of a step refuses, because it would give other numbers than one device."""
+    """The first call of a step raises this for a program that would give other numbers than one device."""
 
 
 class Examples(NamedTuple):
@@ -62,13 +65,13 @@ class Examples(NamedTuple):
 
     Attributes:
         placement: where each leaf of the parameters is.
-        carried: the carried state, and its layouts.
-        carried_specs: these layouts.
+        carried: the carried state.
+        carried_specs: its layouts.
         manual: the axes that are Manual.
-        parts: of a device's examples, as microbatches; they keep the tokens whole.
+        parts: the number of microbatches into which a device splits its examples; the tokens are not split by it.
         compute: `compute(params, carried, batch, keys)`, the terms of the loss and of each metric by name, in
             shard_map.
-        dim: of the batch, which is split: 0 for the examples, 1 for their tokens.
+        dim: the dim of the batch that is split: 0 for the examples, 1 for their tokens.
     """
 
     placement: Placement
@@ -86,7 +89,7 @@ class Examples(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Among how many devices the examples are split."""
+        """How many devices split the examples."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -126,9 +129,9 @@ class Mixed(NamedTuple):
     Attributes:
         name: "loss", or the path of the metric in the auxiliary values.
         met: how they meet, and the line.
-        comparison: what follows from it.
-        numbers: of which numbers, as the end of a clause; "" for those of the first batch.
-        parts: the parts of a device's examples.
+        comparison: the losses that differ.
+        numbers: the numbers with which they differ, as the end of a clause; "" for the numbers of the first batch.
+        parts: the number of microbatches of a device.
         dim: 0 where examples meet, 1 where their tokens do.
     """
 
@@ -167,13 +170,13 @@ def noun_of(dim: int) -> str:
 
 
 class Readings(NamedTuple):
-    """What the traces tell.
+    """The facts that the traces of a loss and its metrics show.
 
     Attributes:
-        losses: of the loss and of each metric by name.
+        losses: for the loss and each metric, by name, whether it adds over its examples.
         jaxpr: the program for the examples of a device.
         calls_python: whether it calls back into Python, or has another effect.
-        loops: whether it has a loop that numbers may end.
+        loops: whether it has a loop whose end depends on numbers.
         has_16_bits: whether it computes with 16 bits or fewer, by `precision=` or by itself.
     """
 
@@ -184,7 +187,7 @@ class Readings(NamedTuple):
     has_16_bits: bool
 
     def suspects(self) -> dict[str, Met]:
-        """Where examples may meet, by name, in what does not send over an axis of the batch itself."""
+        """The loss and metrics in which examples may meet, by name, except if they send over an axis of the batch."""
         suspects: dict[str, Met] = {}
         for name, loss in self.losses.items():
             if loss.met is not None and not loss.sends:
@@ -193,7 +196,7 @@ class Readings(NamedTuple):
 
 
 def rounding_of(readings: Readings) -> float:
-    """The largest difference of two losses, as a share of them, that is taken for rounding."""
+    """The largest difference of two losses, as a share of them, that counts as rounding."""
     return ROUNDING_16_BITS if readings.has_16_bits else ROUNDING
 
 
@@ -222,7 +225,10 @@ def find_mixed(examples: Examples, readings: Readings, params: Any, batch: Any, 
 
 
 def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> Readings:
-    """What the trace tells of the loss and of each metric, for the examples of a device and for twice as many."""
+    """Traces the loss and each metric for the examples of a device, and for twice as many, and reads both traces.
+
+    For `examples.dim` 1 the tokens are twice as many, and the examples as many.
+    """
     dim = examples.dim
     lengths = {jnp.shape(x)[dim] for x in jax.tree.leaves(batch) if jnp.ndim(x) > dim}
     state_shapes = jax.tree.map(_shape, (params, examples.carried))
@@ -290,9 +296,9 @@ def _has_16_bits(variable: Any) -> bool:
 
 @jax.jit
 def perturb(params: Any) -> Any:
-    """Parameters nearby: where a loss begins with zeros, as of a new head, examples may meet in its gradient alone.
+    """Parameters near these: if a new head is zero, the loss may not show that examples meet, only its gradient.
 
-    By waves rather than random numbers, which take longer to compile than many a loss.
+    Waves are added instead of random numbers, which take longer to compile than many a loss.
     """
     leaves, structure = jax.tree.flatten(params)
     moved = []
@@ -304,11 +310,11 @@ def perturb(params: Any) -> Any:
 
 
 class Planted(IntEnum):
-    """What stands in the batch in place of the examples of every second device, or of every second microbatch.
+    """The change to the examples of every second device, or of every second microbatch.
 
-    A comparison over the examples may be the same for both parts of the first batch, and another for a later one:
-    `jnp.any(errors > 5)`. So one part is made smaller or larger than the other, or zeros and NaN, which padding and
-    overflow put there.
+    A condition over the examples, such as `jnp.any(errors > 5)`, may have one answer for all parts of the first batch,
+    and differ between the parts of a later batch. So one part is made smaller or larger than the other, or zeros, as in
+    padding, or NaN, as after an overflow.
     """
 
     NOTHING = 0
@@ -318,7 +324,8 @@ class Planted(IntEnum):
     NOT_A_NUMBER = 4
 
 
-# In turn: what the sentence says of the numbers, whether the parameters are others nearby, and what is planted.
+# The comparisons in order: the words of the error about the numbers, whether parameters are moved by `perturb`, and the
+# change to the batch.
 _NUMBERS = (
     ("", False, Planted.NOTHING),
     (" at parameters nearby", True, Planted.NOTHING),
@@ -330,19 +337,19 @@ _NUMBERS = (
 
 
 class LossComparison(NamedTuple):
-    """The mean of the losses of two parts of the examples, that of both together, and by what share they differ."""
+    """The losses of two parts of the examples, apart and together."""
 
-    apart: float
-    together: float
-    gap: float
+    apart: float  # the mean of both parts, each computed alone
+    together: float  # the loss of both parts at once
+    gap: float  # their difference as a share of the losses
 
 
 def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Callable[..., dict[str, LossComparison]]:
     """A function of parameters, the run's key and `Planted` that compares two parts of a batch with both together.
 
-    It returns, for the loss or metric of each name, what the device computes whose parts differ most. With microbatches
-    the parts are the first two of each device; else they are those of a device and of the one before it. It is compiled
-    once.
+    It returns, for the loss or metric of each name, the comparison of the device whose parts differ most. With
+    microbatches the parts are the first two microbatches of a device; else they are the examples of a device and of the
+    device before it. It is compiled once.
 
     Worked example: a loss is the mean of squares, divided by the largest of them. Device 1 has [1, 2], and device 0
     before it [3, 4]. Apart the losses are 2.5 / 4 and 12.5 / 16, with a mean of 0.70; together 7.5 / 16 = 0.47. So the
@@ -353,16 +360,16 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
 
     def on_device(params: Any, carried: Any, batch: Any, key: jax.Array | None) -> dict[str, jax.Array]:
         keys = None if key is None else device_keys(key, batch, examples.placement.batch)
-        own = batch, keys
+        local_examples = batch, keys
         if examples.parts > 1:
-            microbatches = split_microbatches(own, examples.parts)
+            microbatches = split_microbatches(local_examples, examples.parts)
             first = take_microbatch(microbatches, 0)
             second = take_microbatch(microbatches, 1)
         else:
-            # The examples are sent here, before the loss: what a loss of two devices' examples is, only a device that
-            # has them both can say. Nothing of it is in the step, which sends no examples.
-            first = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim > dim else x, own)
-            second = own
+            # The examples are sent before the loss: only a device that has the examples of two devices can compute the
+            # loss of both. The step itself sends no examples.
+            first = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim > dim else x, local_examples)
+            second = local_examples
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim) if a.ndim > dim else a, first, second)
 
         def sum_terms(part: Any) -> dict[str, jax.Array]:
@@ -397,13 +404,13 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
 
 
 def _find_largest_gap(sums: jax.Array) -> jax.Array:
-    """A LossComparison, of sums of the two parts and of both together `[device, 3, mean, 2]`."""
+    """A LossComparison, from `[device, 3, mean, 2]`: totals and weights of the two parts, and of both together."""
     first, second, both = jnp.moveaxis(sums, 1, 0)
     apart = read_means(first + second)
     together = read_means(both)
     is_same = (apart == together) | (jnp.isnan(apart) & jnp.isnan(together))
     difference = jnp.sum(jnp.where(is_same, 0.0, jnp.abs(apart - together)), axis=-1)
-    # Of several means, one that is NaN on both sides says nothing of the rounding of the others.
+    # If one of several means is NaN on both sides, it is left out: it says nothing about the rounding of the others.
     sizes = sum(jnp.abs(read_means(x)) for x in (first, second, both))
     size = jnp.maximum(jnp.sum(jnp.where(is_same, 0.0, sizes), axis=-1), _SMALLEST)
     gap = jnp.where(difference == 0, 0.0, jnp.nan_to_num(difference / size, nan=jnp.inf))
@@ -412,9 +419,9 @@ def _find_largest_gap(sums: jax.Array) -> jax.Array:
 
 
 def _plant(x: Any, dim: int, parts: int, planted: Any) -> Any:
-    """A leaf of the batch with what is planted in every second of so many parts along a dim.
+    """A leaf of the batch, cut into `parts` parts along a dim, and changed as `planted` says in every second part.
 
-    With 8 examples in 4 parts, examples 2, 3, 6 and 7 are planted: those of devices 1 and 3.
+    With 8 examples in 4 parts, examples 2, 3, 6 and 7 are changed, which are on devices 1 and 3.
     """
     if jnp.ndim(x) <= dim:
         return x
@@ -432,7 +439,10 @@ def _plant(x: Any, dim: int, parts: int, planted: Any) -> Any:
 
 
 def _resize(x: Any, dim: int, times: int, parts: int) -> jax.ShapeDtypeStruct:
-    """The shape of a leaf of the batch for so many times one of so many parts along a dim; a scalar stays one."""
+    """The shape of a leaf of the batch with `times` of its `parts` parts along a dim; a scalar stays a scalar.
+
+    With 4 microbatches, a leaf [8, 16] of the batch is [4, 16] for two of them.
+    """
     shape = list(x.shape)
     if len(shape) > dim:
         shape[dim] = shape[dim] // parts * times
@@ -440,20 +450,20 @@ def _resize(x: Any, dim: int, times: int, parts: int) -> jax.ShapeDtypeStruct:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """An array or number as jit takes it: 64-bit integers of numpy become 32-bit ones."""
+    """The shape and dtype that jit gives an array or number: 64-bit integers of numpy become 32-bit integers."""
     shape = jax.eval_shape(lambda x: x, x)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type)
 
 
 def _take_from_neighbor(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The array of the device before this one. Keys are sent as the numbers that they are made of."""
+    """The array of the device before this one. Keys are sent as their raw numbers."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return shift(x, axes)
     return jax.random.wrap_key_data(shift(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
 
 
 def sum_means(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
-    """Totals and weights, `[mean, 2]`, summed over the devices; those along `axes` keep their own."""
+    """Totals and weights, `[mean, 2]`, summed over all axes but `axes`: along these, each device keeps its own."""
     pairs = []
     for mean in means:
         part_axes = tuple(sorted(varying_axes(mean.total) - set(axes)))

@@ -1,4 +1,4 @@
-"""What the first call of a step refuses before anything runs: programs that give other numbers than one device."""
+"""The checks of a step's first call, before anything runs: programs that give other numbers than one device fail."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Arguments = tuple[TrainState, jax.Array, Any]
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Looks at a step once, with the trace and the arguments of its first call."""
+    """Checks a step once, with the trace and the arguments of its first call."""
 
     program: TrainProgram
-    mesh: Mesh  # as the caller made it, perhaps with Explicit axes
-    steps: int | None  # in one call, or None where the batch is that of one step
+    mesh: Mesh  # the caller's mesh, perhaps with Explicit axes
+    steps: int | None  # the number of steps in one call; None if the batch has no dim for steps
     mixed: bool  # whether examples of one device may meet
 
     def __call__(self, traced: jax.stages.Traced, args: Arguments) -> LossOfWholeBatch | None:
         """Refuses a program that breaks a rule, or whose loss mixes examples; warns of what is unintended.
 
         Returns:
-            What the loss of the step must be, where its loss sends over an axis of the batch.
+            If the loss sends over an axis of the batch, the loss that the step must give; else None.
 
         Raises:
             WrongProgramError: either; names the line of the loss.
@@ -64,7 +64,7 @@ class FirstCall:
     def _check_examples(self, args: Arguments) -> LossOfWholeBatch | None:
         """Refuses a loss in which examples or tokens meet, and warns of such metrics. A pipeline's is not checked.
 
-        A loss that sends over an axis of the batch is computed for one device, and returned.
+        If the loss sends over an axis of the batch, it is computed on one device too, and returned.
         """
         if isinstance(self.program.grad_fn, Staged):
             return None
@@ -86,8 +86,8 @@ class FirstCall:
         try:
             return self._compute_whole_batch(program, splits_that_send, state, key, batch)
         except Exception:
-            # A warning is all that could follow. A loss that is written for so many devices, or so many examples on
-            # each, cannot be traced for one device, and its memory may not suffice for the whole batch.
+            # Only a warning could follow. A loss that is written for a fixed number of devices, or of examples on each,
+            # cannot be traced for one device, or one device may have too little memory for the whole batch.
             return None
 
     def _compute_whole_batch(
@@ -98,7 +98,7 @@ class FirstCall:
         key: jax.Array,
         batch: Any,
     ) -> LossOfWholeBatch | None:
-        """What the loss must be, from one device along the axes of the dims over which it sends."""
+        """The loss that the step must give, computed on one device along the axes over which the loss sends."""
         sent = find_sent(splits)
         mesh = make_mesh_of_one(program.mesh, sent.split_axes)
         params, carried = unpadded((state.params, state.carried))
@@ -187,7 +187,7 @@ def check_rules(traced: jax.stages.Traced, args: Arguments) -> None:
     Raises:
         WrongProgramError: the first finding, with its remedy.
     """
-    # Here, because a training script that only imports shardkit should not wait for what reads programs.
+    # Imported here, so that a training script that only imports shardkit does not wait for the rules of `lint`.
     from shardkit.analysis.jaxpr.step import TracedStep
     from shardkit.analysis.rules import TRACE_RULES
     from shardkit.analysis.rules.program import TracedProgram

@@ -23,8 +23,8 @@ from shardkit.steps.state_layouts import attach_shardings
 class Init:
     """`init(params, key, carried=None)` makes the first state of a run, `init.abstract` its shapes and layouts.
 
-    Attributes: those of the step. Over axes that are not `manual`, parameters keep the layout that they come with;
-    `reads` says whether the loss takes carried state, and `carry` updates it.
+    It has the attributes of the step. Over axes that are not `manual`, parameters keep the caller's layout; `reads`
+    says whether the loss takes carried state, and `carry` updates it.
     """
 
     optimizer: Any
@@ -36,7 +36,7 @@ class Init:
     carry: Update | None
 
     def __call__(self, params: Any, key: Any = None, carried: Any = None) -> TrainState:
-        """The first state; of a mesh with Explicit axes, made over the same devices with Auto ones."""
+        """The first state. If the mesh has Explicit axes, it is made over the same mesh with Auto axes, and cast."""
         mesh = auto_mesh(self.mesh)
         if mesh is self.mesh:
             return self._init(mesh, params, key, carried)
@@ -72,7 +72,7 @@ class Init:
         plan = self.plan
         if self._has_automatic_axes:
             arrays = params
-            if is_initializer(params):  # the layouts that its constraints and the partitioner give it
+            if is_initializer(params):  # compiled to learn the layouts that its constraints and the partitioner choose
                 program = jax.jit(partial(call_initializer, params)).lower(key)
                 arrays = attach_shardings(program.out_info, program.compile().output_shardings)
             plan = record_automatic_splits(plan, arrays, self.manual)

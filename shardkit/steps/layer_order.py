@@ -13,7 +13,7 @@ import numpy as np
 from shardkit._jax.interpreter import FactInterpreter
 from shardkit._jax.primitives import ELEMENTWISE
 
-# A result may have other dims after a bitcast to a dtype of another width.
+# A bitcast to a dtype of another width changes the dims.
 _ELEMENTWISE = (ELEMENTWISE - {"bitcast_convert_type"}) | {"copy", "name", "sharding_constraint"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
@@ -21,20 +21,19 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_
 class _Knowledge(NamedTuple):
     """What is known of a value."""
 
-    # the dim with one row per layer; None where the value does not depend on the order of the layers
-    layers: int | None
+    layers: int | None  # the dim with one row per layer; None if the value does not depend on the order of the layers
     alike: frozenset[int]  # dims along which all elements are equal
 
 
 class _MattersError(Exception):
-    """The order of the layers matters, or is not known not to."""
+    """The order of the layers matters, or nothing shows that it does not."""
 
 
 def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any) -> bool:
     """Whether the results of a function, layer by layer, may change with the order of the layers.
 
-    Sums over layers count as independent of their order. What is not known to be independent counts as dependent: a
-    slice or an index along the layers, an array of their length, a sort, a loop over them, random numbers. `stacked`
+    Sums over layers count as independent of their order. An operation without a rule here counts as dependent: a slice
+    or an index along the layers, an array of their length, a sort, a loop over the layers, random numbers. `stacked`
     and `results` say for each leaf of the arguments and of the result whether dim 0 counts layers.
     """
     closed = jax.make_jaxpr(fn)(*args)
@@ -55,12 +54,12 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
     return False
 
 
-# Worked example: `w - mean(w)` of a stack w[L, 8], for a mean over dim 0. The operand has layers=0. The reduce_sum over
-# dim 0 gives [8] with layers=None, since a sum does not depend on their order. Broadcast to [1, 8] and then subtracted,
-# it is alike along dim 0, so the difference has layers=0: layer by layer it is the same in any order. `w - w[0]` is a
-# slice of an array with layers, for which there is no rule: the order matters.
+# Worked example: `w - mean(w)` of a stack w[L, 8], with the mean over dim 0. The operand w has layers=0. The reduce_sum
+# over dim 0 gives [8] with layers=None, since a sum does not depend on the order. The mean is broadcast to [1, 8], and
+# is alike along dim 0. So the difference has layers=0: in another order of the layers, it has the same rows in that
+# order. `w - w[0]` takes a slice of an array with layers, for which there is no rule: the order matters.
 class _LayerReader(FactInterpreter[_Knowledge]):
-    """Follows what is known of values through a jaxpr."""
+    """Follows the `_Knowledge` of values through a jaxpr."""
 
     def constant(self, x: Any) -> _Knowledge:
         return _Knowledge(None, _unit_dims(x))
@@ -117,7 +116,7 @@ class _LayerReader(FactInterpreter[_Knowledge]):
 
 
 def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
-    """What is known of an elementwise result of operands of its shape."""
+    """What is known of an elementwise result, from operands of its shape."""
     dims_of_layers = {value.layers for value in values} - {None}
     alike = frozenset.intersection(_all_dims(out), *(value.alike for value in values))
     if not dims_of_layers:
@@ -125,7 +124,7 @@ def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
     if len(dims_of_layers) > 1:
         raise _MattersError
     (layers,) = dims_of_layers
-    # An operand without layers has the same for all of them, or something for each by its place in the stack.
+    # An operand without layers must be equal for all layers: otherwise it adds to each layer by its place in the stack.
     if any(value.layers is None and layers not in value.alike for value in values):
         raise _MattersError
     return _Knowledge(layers, (alike | _unit_dims(out.aval)) - {layers})
@@ -170,7 +169,7 @@ def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
     if value.layers is None:
         all_equal = len(value.alike) == len(before)
         return _Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out.aval))
-    # The layers are a dim of the result that has as many elements before it, and the same size.
+    # The layers become the dim of the result that has the same size, and equally many elements before it.
     elements_before = math.prod(before[: value.layers])
     size = before[value.layers]
     for dim in range(len(after)):
@@ -209,7 +208,7 @@ def _multiply(ins: list[_Knowledge], equation: Any) -> _Knowledge:
 
 
 def _free_dims(ndim: int, contracting: Sequence[int], batch: Sequence[int]) -> list[int]:
-    """The dims of an operand of a product that are dims of its own in the result."""
+    """The dims of an operand of a product that are neither contracted nor batch dims."""
     return [dim for dim in range(ndim) if dim not in contracting and dim not in batch]
 
 

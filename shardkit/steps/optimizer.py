@@ -1,4 +1,4 @@
-"""The optimizer of a step: called with what it takes, on global arrays pinned to the layout of the update."""
+"""The optimizer of a step: called with the arguments that it takes, on global arrays in the layout of the update."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ class Master(NamedTuple):
 
 
 def wrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer, whose update may be called with `value=loss` whether it takes that or not.
+    """The optimizer, with an `update` that may be called with `value=loss` even if the optimizer takes no value.
 
-    What optax itself raises, as of a line search without the function that it searches along, is a TypeError of what
-    it is given. What a user's own raises is raised as it is, with a note: only its writer knows whether it needs more.
+    An error of optax itself, such as a line search that gets no function to search along, becomes a TypeError that says
+    which arguments a step passes. An error of the user's own optimizer is raised as it is, with a note of these
+    arguments: only its writer knows whether it needs more.
 
     Raises:
-        TypeError: from update, for one of optax that fails, or that returns no updates of the gradients, or another
-            state.
+        TypeError: from update, if an optimizer of optax fails, or if updates do not have the shapes of the gradients,
+        or
+            the new state has another tree.
     """
     import optax
 
     name = getattr(optimizer.update, "__qualname__", type(optimizer).__name__).split(".")[0]
     takes_value = _takes_value(optimizer)
 
-    # Every call goes through here, and an error gets a note of what a step gives an optimizer.
+    # Every call goes through here, so that an error gets a note of the arguments that a step passes to an optimizer.
     def call_noted(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
         try:
             return call(*args, **extra)
@@ -77,7 +79,7 @@ def _takes_value(optimizer: Any) -> bool:
 
     try:
         inspect.signature(optimizer.update).bind_partial(None, None, None, value=None)
-    except TypeError:  # as sam, which takes another one
+    except TypeError:  # such as sam, which takes another argument
         return False
     return isinstance(optimizer, optax.GradientTransformationExtraArgs)
 
@@ -87,7 +89,10 @@ def _leaf_shapes(tree: Any) -> list[tuple[int, ...]]:
 
 
 def _is_of_its_arguments(error: BaseException) -> bool:
-    """Whether the call itself failed, or code of optax, in a call of jax or not, and no user's that it called."""
+    """Whether an error comes from the call itself, or from code of optax, and not from a user's function.
+
+    The innermost frame outside of jax tells.
+    """
     packages = [str(frame.f_globals.get("__name__", "")).split(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     if len(packages) == 1:
         return True
@@ -135,14 +140,14 @@ def update_state(
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
-    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. Leaves that are
-    `frozen` stay in any case: an optimizer may move what has no gradient, as weight decay does.
+    If the metrics have "finite" and it is False, parameters and optimizer state stay as they were. Leaves that are
+    `frozen` stay in any case: an optimizer may move a leaf without a gradient, as weight decay does.
     """
-    # No collective is written here. The optimizer runs outside of shard_map, on global arrays in their original shapes,
-    # so that an optax transformation which reads across shards (a global norm, a factored moment) is right unmodified:
-    # what it needs is sent by the partitioner, and `audit` shows it. What it gets and returns is pinned to the layout
-    # of the update. Left to itself the partitioner may compute the whole update on every device, and gather for it what
-    # the plan has split.
+    # No collective is written here. The optimizer runs outside of shard_map, on global arrays in their original shapes.
+    # So an optax transformation that reads across shards (a global norm, a factored moment) is right unmodified: the
+    # partitioner sends the data, and `audit` shows it. Arguments and results are pinned to the layout of the update.
+    # Otherwise the partitioner might compute the whole update on every device, and gather the arrays that the plan has
+    # split.
     mesh = placement.mesh
     storage = placement.in_update
     opt_storage = optimizer_storage(state.opt_state, state.params, storage)
@@ -184,7 +189,7 @@ def update_state(
 
 
 def _check_is_of(optimizer: Any, policy: Precision, opt_state: Any, params: Any) -> None:
-    """Refuses the state of another optimizer or precision. `sgd` would ignore that of `adam`, and return it as it is.
+    """Refuses the state of another optimizer or precision. `sgd` would ignore a state of `adam`, and return it as is.
 
     Two optimizers of the same state cannot be told apart, as `optax.adam` and `optax.adamax`: both have a
     `ScaleByAdamState`, with the same leaves. Nor can other hyperparameters.
@@ -192,7 +197,7 @@ def _check_is_of(optimizer: Any, policy: Precision, opt_state: Any, params: Any)
     Raises:
         ValueError: for a state with other leaves than the optimizer makes of these parameters.
     """
-    # Names, not the types of nodes: those of an optimizer may hold a function that its init makes anew.
+    # The names of leaves are compared, not the types of nodes: a node may hold a function that init makes anew.
     names = _leaf_names(opt_state)
     expected = _leaf_names(jax.eval_shape(partial(init_opt_state, optimizer, policy), params))
     lacking = [name for name in expected if name not in names]
@@ -218,7 +223,7 @@ def _leaf_names(opt_state: Any) -> list[str]:
 
 
 def _keep_frozen(new: Any, old: Any, frozen: Sequence[bool]) -> Any:
-    """The new parameters, and the old ones of frozen leaves."""
+    """The new parameters, with the old arrays for frozen leaves."""
     leaves, structure = jax.tree.flatten(new)
     for number, old_leaf in enumerate(jax.tree.leaves(old)):
         if frozen[number]:
@@ -229,7 +234,7 @@ def _keep_frozen(new: Any, old: Any, frozen: Sequence[bool]) -> Any:
 def depends_on_layer_order(
     optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], storage: Any, opt_storage: Any
 ) -> bool:
-    """Whether an optimizer depends on the order of a stack's layers, as one that indexes them does.
+    """Whether an optimizer depends on the order of a stack's layers, for example because it indexes them.
 
     `trees` are gradients, optimizer state and parameters in any form; `storage` and `opt_storage` say how the update
     stores parameters and optimizer state.

@@ -1,9 +1,9 @@
-"""A training run's state: what it holds, and how the first one is made.
+"""A training run's state: its fields, and how the first state is made.
 
 Worked example: one leaf w[8, 6] under `zero1("data")` of 4 devices, by adam. The parameter is replicated, w[8, 6] on
-every device. What mirrors it in the optimizer's state is split: mu[2, 6] and nu[2, 6]. The count, the step and the key
+every device. Its mirrors in the optimizer's state are split: mu[2, 6] and nu[2, 6]. The count, the step and the key
 mirror nothing, and are replicated. The gradient arrives as [2, 6], the optimizer updates the device's 2 rows of w, and
-the step gathers them again. `state_layouts.py` says which leaf mirrors which, `optimizer.py` updates them.
+the step gathers them again. `state_layouts.py` says which leaf mirrors which parameter, `optimizer.py` updates them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key. Every step derives the keys of its examples from it; it never changes.
         loss_scale: the float16 loss scale, or None.
-        residuals: what compressed reductions with `feedback` have left out of the gradients so far, or None.
+        residuals: the parts of the gradients that compressed reductions with `feedback` have left out so far, or None.
             For each parameter float32 `[R, *shape]`, with a row for each device in the sum of its gradient, in units of
             the mean gradient.
         carried: state your loss reads and the step updates without a gradient, or None. Leaves that mirror a
@@ -83,8 +83,8 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
 
     opt_storage = optimizer_storage(jax.eval_shape(new_opt_state, params), params, update)
 
-    # The optimizer's state is made inside jit, in its layout: outside of it zeros like the parameters would be whole on
-    # one device, twice the size of the model for adam.
+    # The optimizer's state is made inside jit, in its layout. Outside of jit, its zeros would be whole on one device:
+    # twice the size of the model for adam.
     def init(params: Any, key: jax.Array) -> Any:  # one program, to compile once
         # Copied, since device_put may return the caller's own buffers and the step donates the state's.
         copies = None if from_key else jax.tree.map(jnp.copy, params)
@@ -201,7 +201,7 @@ def _move_to_rest(params: Any, placement: Placement) -> Any:
 
 
 def strip_weak_type(x: Any) -> Any:
-    """An array or number as an array that is not weakly typed, which would compile the step twice."""
+    """An array or number as an array without a weak type: with a weak type, the step would compile twice."""
     if isinstance(x, jax.Array):
         return jax.lax.convert_element_type(x, x.dtype)
     return np.asarray(x, jnp.result_type(x))

@@ -1,4 +1,4 @@
-"""Whether a state is one of a plan and a mesh: what `step` asks before it takes it, and how a plan stores it."""
+"""Whether a state fits a plan and a mesh: the check of `step` before it runs, and how a plan stores each leaf."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def state_storage(where: str, state: TrainState, mesh: Any, plan: Plan) -> Train
 
 
 def make_state_check(plan: Plan, mesh: Mesh) -> Callable[[Any], None]:
-    """What `step` asks of a state before it takes it: that it is one, on this mesh, and laid out as by this plan.
+    """The check of a state before each step: it must be a TrainState, on this mesh, in the layouts of this plan.
 
-    jit would move the leaves of another layout by collectives that stand nowhere in the program.
+    Otherwise jit would move its leaves by collectives that stand nowhere in the program.
     """
-    checked: set[tuple[Any, ...]] = set()  # layouts that were right: comparing them anew would cost every step
+    checked: set[tuple[Any, ...]] = set()  # layouts that were right: to compare leaves again would cost every step
 
     def check(state: Any) -> None:
         if not isinstance(state, TrainState):
@@ -81,7 +81,7 @@ def _check_leaf(path: str, x: Any, spec: PartitionSpec, mesh: Mesh) -> None:
 
 
 def _splits(spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, ...]]:
-    """The axes that split each dim, without those of one device and without whole dims at the end."""
+    """The axes that split each dim, without axes of one device and without whole dims at the end."""
     splits = []
     for axes in spec_axes(spec):
         splits.append(tuple(axis for axis in axes if mesh.shape[axis] > 1))

@@ -1,4 +1,4 @@
-"""How the leaves of a state are stored: those that mirror a parameter as it is, all others replicated."""
+"""How the leaves of a state are stored: a leaf that mirrors a parameter as the parameter, all others replicated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def optimizer_storage(opt_state: Any, params: Any, update: Any) -> Any:
 
 
 def match_parameters(tree: Any, params: Any, values: Sequence[Any], default: Any) -> Any:
-    """For each leaf of a tree the value of the parameter that it mirrors, else the default."""
+    """For each leaf of a tree, the value of the parameter that it mirrors, or the default if it mirrors none."""
     # Worked example: of parameters {"w": [8, 6]}, the state of adam has leaves at (0, "count"), (0, "mu", "w") and
     # (0, "nu", "w"). The last two end with ("w",) and have its shape: they get the value of "w". The count gets the
     # default. A factored moment at ("v_row", "w") of shape [8] ends with ("w",) too, but has another shape.

@@ -38,11 +38,11 @@ class Step:
     call, which costs more than the rest of the dispatch.
 
     Attributes:
-        plan: how the axes of the mesh are used; None of a step that was loaded from a file, as all below.
+        plan: how the axes of the mesh are used. None, as mesh, manual and schedule, in a step loaded from a file.
         mesh: the mesh; `manual` are the axes that were named as Manual.
-        schedule: that of a pipeline.
-        ends: what a step does with what is not finite, as `analysis.compiled(...).save` keeps it: whether it raises
-            ("stop"), and whether only for the loss, since a loss scale is "dynamic".
+        schedule: the schedule of a pipeline.
+        ends: the reaction to numbers that are not finite, as `analysis.compiled(...).save` keeps it: whether the step
+            raises ("stop"), and whether it raises for the loss alone, because a loss scale is "dynamic".
     """
 
     __name__: str = "step"  # in profiles and reports
@@ -103,7 +103,7 @@ class Step:
         return _call_checked(self._run.lower, self._arguments(state, batch), self.mesh)
 
     def _check_newest(self, state: TrainState) -> None:
-        """Refuses a state of which an earlier step has taken the memory."""
+        """Refuses a state whose memory an earlier step has taken."""
         array = self._array
         if not any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
             return
@@ -117,7 +117,7 @@ class Step:
 
     def _stop(self, new: TrainState, metrics: dict[str, jax.Array]) -> None:
         """Raises for a step that is not finite."""
-        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
+        # A dynamic loss scale is searched by letting gradients overflow, so only the loss shows an error.
         if self.ends["dynamic"] and jnp.isfinite(metrics["loss"]):
             return
         raise NonFiniteError(
@@ -148,7 +148,7 @@ def _call_checked(call: Callable[..., Any], args: tuple[TrainState, jax.Array, A
 
 
 def _check_batch(batch: Any, mesh: Any) -> None:
-    """Refuses what is no array, or is on other devices, for a call that has failed: jax's error names neither remedy.
+    """After a call has failed, refuses a batch with a leaf that is no array, or on other devices: jax names no remedy.
 
     `mesh` is None for a step that was loaded from a file.
     """

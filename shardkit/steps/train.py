@@ -3,12 +3,12 @@
 `TrainProgram` is the step that `jit` compiles; `make_train_step` (in `builder.py`) makes one, and `Step` (in `step.py`)
 calls it. Between global arrays and one device stands a shard_map, and what is inside of it is in `on_device/`.
 
-What not every step has joins in one place each, and can be read past:
+Options that not every step has join in one line each, and can be skipped at first reading:
 
 | option | what it is | where it joins |
 |---|---|---|
 | `accumulate=`, `deterministic=` | `Microbatches` or `Groups`: how a device sums its examples | `microbatches` |
-| `nonfinite=`, a loss scale | the metric "finite", and what then stays as it was | `self.watches`, `if_finite` |
+| `nonfinite=`, a loss scale | the metric "finite", and the state that stays as it was | `self.watches`, `if_finite` |
 | `carry=`, a loss with carried state | `Carried`, which enters and is updated beside the parameters | `carried` |
 | error feedback | residuals, which `leave` adds and returns | `residuals` |
 | `steps=`, `manual=`, a mesh with Explicit axes | functions around the step | `builder.py` |
@@ -121,13 +121,13 @@ class TrainProgram:
         def on_device(
             params: Any, carried_tree: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array
         ) -> tuple[Metrics, Any, Any]:
-            # Enter: this device's parts of the parameters become what the loss sees.
+            # Enter: this device's parts of the parameters become the weights that the loss sees.
             weights = enter(params, placement, self.policy)
             grad_fn = self.grad_fn
             if self.reads:
                 grad_fn = carried.bind(grad_fn, carried_tree, self.policy)
 
-            # Loss and gradient: sums over this device's examples, by the loss and what its lazy leaves send.
+            # Loss and gradient: sums over this device's examples. Only the loss and its lazy leaves send here.
             compute = partial(
                 local_gradients,
                 grad_fn,
@@ -157,7 +157,7 @@ class TrainProgram:
         )
 
     def back_to_rest(self, params: Any, placement: Placement) -> Any:
-        """The new parameters from the layout of the update to that of the state."""
+        """The new parameters, from the layout of the update to the layout of the state."""
         if placement.rest == placement.update:
             return params
         whole = jax.shard_map(
