@@ -76,7 +76,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def draw_grid(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = None) -> str:
-    """The grid, a line per device and a column per tick; with an arrow under (device, tick), the ticks around it."""
+    """The grid: a line per device, a column per tick. With an arrow under (device, tick), only the ticks around it."""
     ticks = range(max(map(len, rows), default=0))
     if arrow:
         _, tick = arrow

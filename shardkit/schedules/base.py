@@ -130,9 +130,9 @@ class Schedule(Grid):
         """A lower bound of the makespan, for every schedule of these devices, microbatches and chunks, in a loop or a
         V.
 
-        The largest of three: the work of a device, after the first microbatch has come through the stages before it;
-        one microbatch through all stages and back; and, with a memory cap, the sum of all times in flight on a device,
-        divided by the number of microbatches that may be there at once.
+        It is the largest of three times: the work of a device, after the first microbatch has come through the stages
+        before it; the way of one microbatch through all stages and back; and, with a memory cap, the sum of the times
+        that microbatches are in flight on a device, divided by the number of microbatches that may be there at once.
 
         Args:
             forward, backward, input_grad, weight_grad, communication: costs, as for `simulate`.
@@ -198,7 +198,7 @@ def _parse_line(device: int, line: str) -> tuple[Cell, ...]:
 
 
 def _find_placement(rows: Rows) -> StagePlacement:
-    """The placement of most actions, so that one wrong cell does not change it; "loop" if they are equally many."""
+    """The placement that fits most actions, so that one wrong cell does not change it; "loop" if both fit equally."""
     loop = _count_at_home(rows, "loop")
     turned = _count_at_home(rows, "v")
     return "v" if turned > loop else "loop"

@@ -8,19 +8,19 @@ from itertools import product
 from shardkit.schedules.action import Action
 from shardkit.schedules.tighten import SLACK, Actions
 
-_MOST = 20_000  # beginnings of orders, a second
+_MOST = 20_000  # beginnings of orders that are tried: about a second
 _NEXT_STAGE = {"F": 1, "I": -1, "W": 0}  # from a stage to the one that uses its result
 
 
 class Exhaustion:
-    """Every order, action by action in the order of time, except those that another is at least as good as.
+    """Tries every order, action by action in the order of time, except orders that cannot be better than another.
 
-    Microbatches are alike: each stage may take them in turn.
+    Microbatches are alike, so each stage takes them in the order of their numbers.
 
     Attributes:
-        best: the least makespan; as passed, where no order is faster.
-        order: the actions of the fastest, in the order of time; None where none is faster.
-        remaining: how many more beginnings would have been tried; above 0, `best` is proved.
+        best: the least makespan; the one that was passed if no order is faster.
+        order: the actions of the fastest order, in the order of time; None if no order is faster.
+        remaining: how many more beginnings could have been tried; above 0, all orders were tried, and `best` is proved.
     """
 
     def __init__(self, work: Actions, places: int, best: float):
@@ -34,13 +34,14 @@ class Exhaustion:
         self._next = dict.fromkeys(product("IFW", work.stages), 0)
         self._free = [0.0] * work.p
         self._ended: dict[Action, float] = {}
-        # For each number of actions of each op and stage the times of the beginnings that have been tried.
+        # The beginnings that have been tried. The key has the number of actions of each op and stage; the value has,
+        # for each beginning with these actions, the times that matter later.
         self._tried: dict[tuple[int, ...], list[list[float]]] = {}
         self._after = _find_times_to_the_end(work)
         self._explore(0.0)
 
     def _explore(self, now: float) -> None:
-        """Tries all that may follow, where the last action began at `now`."""
+        """Tries all actions that may come next, after the last action began at `now`."""
         if len(self._ended) == len(self._work.cost):
             self.best = max(self._free)
             self.order = list(self._ended)
@@ -56,7 +57,7 @@ class Exhaustion:
                 self._try(begin, action)
 
     def _try(self, begin: float, action: Action) -> None:
-        """Explores the orders in which this action is next, and takes it back."""
+        """Explores the orders in which this action comes next, and then takes it back."""
         stage, op, _ = action
         free = self._free[:]
         end = begin + self._work.cost[action]
@@ -69,7 +70,7 @@ class Exhaustion:
         self._free = free
 
     def _find_ready(self) -> list[tuple[float, Action]]:
-        """What may be next of each stage, and when it would begin."""
+        """The actions that may come next, one for each op and stage, and when they would begin."""
         ready = []
         for (op, stage), i in self._next.items():
             if i == self._work.m:
@@ -88,9 +89,9 @@ class Exhaustion:
         return sum(self._next["F", stage] - self._next["W", stage] for stage in self._work.chunks[device])
 
     def _find_bound(self, ready: list[tuple[float, Action]], now: float) -> float:
-        """What no order that goes on from here goes below.
+        """A lower bound of the makespan of every order with this beginning.
 
-        A device has the work that is left to it before it; and of each microbatch on its way, the rest of the way.
+        Each device must still do its remaining work, and each microbatch must still go the rest of its way.
         """
         work_left = [0.0] * self._work.p
         for (op, stage), i in self._next.items():
@@ -104,21 +105,21 @@ class Exhaustion:
         return max(bounds)
 
     def _comes_late(self, begin: float, action: Action, ready: list[tuple[float, Action]]) -> bool:
-        """Whether a part of a backward would have fitted in before, on the same device."""
+        """Whether another part of a backward would fit in before this action, on the same device."""
         device = self._work.device[action.stage]
         for other_begin, other in ready:
             if other.op == "F" or self._work.device[other.stage] != device:
                 continue
-            # One without a cost counts as more than the slack: two of them would exclude each other.
+            # An action of cost 0 counts as longer than the slack: otherwise two of them would exclude each other.
             cost = max(self._work.cost[other], 2 * SLACK)
             if other_begin + cost <= begin + SLACK:
                 return True
         return False
 
     def _is_dominated(self, now: float) -> bool:
-        """Whether another order of the same actions was as early in all that matters from here.
+        """Whether another order of the same actions was at least as early in all times that matter later.
 
-        What matters is when devices are free, and when the results arrive that the next stages have not used yet.
+        These are the times at which devices are free, and the ends of actions whose results are not used yet.
         """
         times = [max(free, now) for free in self._free]
         for op, stage in self._next:
@@ -135,7 +136,7 @@ class Exhaustion:
 
 
 def _find_times_to_the_end(work: Actions) -> dict[tuple[str, int], float]:
-    """For each op and stage the least time from the begin of the action to the end of its microbatch's last.
+    """For each op and stage, the least time from the begin of the action to the end of its microbatch's last action.
 
     Worked example: two stages, each action of one unit. The way of a microbatch is F0 F1 I1 I0 W0, so that F0 has 5,
     F1 4, I1 3, I0 2 and W0 1.

@@ -11,7 +11,7 @@ from shardkit.schedules.rules import find_needs
 
 @dataclass(frozen=True)
 class Grid:
-    """The fields of a `Schedule`, and what follows from them directly; see there."""
+    """The fields of a `Schedule`, which documents them, and properties that follow from them."""
 
     rows: Rows
     placement: StagePlacement = "loop"

@@ -1,4 +1,4 @@
-"""What makes a table of actions a schedule, and the ticks at which an order runs."""
+"""The rules that make a table of actions a schedule, and the ticks at which an order runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn, get_args
 from shardkit._arguments import checks
 from shardkit.schedules.action import OPS, Action, Cell, Rows, StagePlacement, device_of, draw_grid
 
-# The op of the same stage and microbatch that must come before this one, and those beside which it must not stand.
+# For an op, the op of the same stage and microbatch that must come before it, and the ops that it excludes.
 _BEFORE = {"B": "F", "I": "F", "W": "I"}
 _EXCLUDES = {"B": "IW", "I": "B", "W": "B"}
 
@@ -16,7 +16,7 @@ _EXCLUDES = {"B": "IW", "I": "B", "W": "B"}
 def find_needs(action: Action, last_stage: int, actions: Container[Action]) -> list[Action]:
     """The actions that must end before this one begins.
 
-    `actions` are those of the schedule, which say whether the next stage's backward is whole or split.
+    `actions` are all actions of the schedule: they tell whether the next stage's backward is whole or split.
 
     Worked example: in a schedule of three stages, 1F0 needs 0F0; 1B0 needs 1F0 and 2B0, or 2I0 where that is split;
     2B0 needs 2F0 alone; 1W0 needs 1I0.
@@ -68,7 +68,7 @@ def _refuse_late_input(name: str, rows: Rows, device: int, tick: int) -> None:
 
 
 def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
-    """As `check`, except for when inputs arrive from other devices."""
+    """All checks of `check` but one: that inputs from other devices arrive in time."""
     actions = {action for row in rows for cell in row for action in cell}
     if not actions:
         raise ValueError(f"{name}: a schedule must have an action; got none. Write for example '0F0,0B0'.")
@@ -120,7 +120,7 @@ def _find_wrong_pair(cell: Cell, device: int, tick: int) -> str | None:
 
 
 def _find_gap(action: Action, actions: int) -> str | None:
-    """The error of an action whose numbers so many different actions cannot reach; None if they can."""
+    """The error of an action whose number is too high for a schedule of so many actions; None if it is not."""
     for name, number in (("stages", action.stage), ("microbatches", action.microbatch)):
         if number >= actions:
             return (
@@ -133,7 +133,7 @@ def _find_gap(action: Action, actions: int) -> str | None:
 def _find_misplacement(
     action: Action, device: int, tick: int, home: int, seen: dict[Action, int], actions: set[Action]
 ) -> str | None:
-    """The error of an action on `device`, whose stage is on device `home`, after those seen; None if it is legal."""
+    """The error of an action on `device`, whose stage is on device `home`, after the actions `seen`; None if legal."""
     stage, op, i = action
     if op not in OPS:
         return f"an op must be one of F, B, I and W; got {op!r} at tick {tick}. Write one of them."
@@ -156,7 +156,7 @@ def _find_misplacement(
 class _Waiting(NamedTuple):
     """A cell that cannot begin."""
 
-    column: int  # where it stands in its row
+    column: int  # its column in the row
     cell: Cell
     need: Action  # an input of it that has not begun
 
@@ -164,10 +164,10 @@ class _Waiting(NamedTuple):
 def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
     """The table with every cell at its column, or as much later as its inputs need; refuses a deadlock.
 
-    What one device sends to another is there a tick later; inside a cell the forward comes first.
+    A result is on another device a tick later. Inside a cell the forward comes first.
 
-    A device goes on along its order until a cell lacks an input, and is then put to sleep under that input; whoever
-    runs the input wakes it up. If devices still sleep when none is awake, they wait for each other.
+    A device runs along its order until a cell lacks an input, and then sleeps. The device that runs this input wakes it
+    up. If no device is awake and some still sleep, they wait for each other: a deadlock.
     """
     orders = []
     home: dict[Action, int] = {}
@@ -211,7 +211,7 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
 
 
 def _find_inputs(cell: Cell, last_stage: int, actions: Container[Action]) -> list[Action]:
-    """The actions that must end before a cell begins: those that its actions need, and does not have itself."""
+    """The actions that must end before a cell begins: the needs of its actions, except actions of the cell itself."""
     inputs = []
     for action in cell:
         inputs += [need for need in find_needs(action, last_stage, actions) if need not in cell]
@@ -221,7 +221,7 @@ def _find_inputs(cell: Cell, last_stage: int, actions: Container[Action]) -> lis
 def _refuse_deadlock(
     name: str, rows: Sequence[Sequence[Cell]], stuck: dict[int, _Waiting], home: dict[Action, int]
 ) -> NoReturn:
-    """Names a cell on a cycle of devices, each of which waits for the next: following any stuck device leads to one."""
+    """Names a cell on a cycle of devices that wait for each other: to follow any stuck device leads into a cycle."""
     seen: list[int] = []
     device = min(stuck)
     while device not in seen:

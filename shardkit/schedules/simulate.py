@@ -67,10 +67,10 @@ def find_costs(
     weight_grad: StageCost | None,
     communication: float,
 ) -> Costs:
-    """The costs of each stage, from those of all chunks of a device or of each stage; refuses what is no cost.
+    """The costs of each stage, from costs of a device or of each stage; refuses costs that are none.
 
     Worked example: with two chunks, forward 1 and backward 2, a stage has F 0.5, B 1, and I and W 0.5 each. With
-    input_grad 1.3 as well, I is 0.65 and W what is missing to B, 0.35.
+    input_grad 1.3 as well, I is 0.65, and W is the rest of B, 0.35.
     """
     inputs = None
     weights = None
@@ -119,7 +119,7 @@ def _subtract(
     passed_part: StageCost | None,
     passed_backward: StageCost,
 ) -> tuple[float, ...]:
-    """The cost of one part of a backward pass, which is what the other part leaves of it."""
+    """The cost of one part of a backward pass: the whole minus the other part."""
     costs = tuple(cost - part_cost for cost, part_cost in zip(backward, part, strict=True))
     if min(costs) < 0:
         raise ValueError(
@@ -155,12 +155,12 @@ def simulate(
 
 
 class _Run:
-    """A schedule on the clock, tick by tick: in their order every input comes before what needs it.
+    """A schedule on the clock, tick by tick: in the order of ticks every input comes before the action that needs it.
 
     Args:
         schedule: the table.
-        costs: of each action.
-        pair_cost: of a forward and a backward that share a cell and run together; None: one after the other.
+        costs: the cost of each action.
+        pair_cost: the cost of a forward and a backward that share a cell and run together; None: one after the other.
         synchronous: whether the devices wait for each other at the end of every tick.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Run:
         self._costs = costs
         self._pair_cost = pair_cost
         self._synchronous = synchronous
-        self._free: list[float] = [0] * schedule.devices  # when each device has done what it has begun
+        self._free: list[float] = [0] * schedule.devices  # when each device has ended its last action
         self.spans: dict[Action, Span] = {}
         self.device_actions: list[list[Action]] = [[] for _ in range(schedule.devices)]
 
@@ -237,14 +237,15 @@ def find_least_makespan(p: int, m: int, v: int, costs: Costs, memory: float | No
 
 
 def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Costs, memory: float | None) -> float:
-    """What no schedule of this placement goes below.
+    """A lower bound of the makespan of every schedule with this placement.
 
     Worked example: p = 2, m = 4, v = 1, F = I = W = 1, no communication. One microbatch there and back takes 5: F, F, I
-    of stage 1, I and W of stage 0. The first device works 4 (1 + 2) = 12 from the begin on, the second as long after
-    the first F, 13. With memory for one microbatch, each is in flight for 5 on the first device, four in turn: 20.
+    of stage 1, I and W of stage 0. The first device works 4 (1 + 2) = 12 from the begin on; the second works as long
+    after the first F, until 13. With memory for one microbatch, each is in flight for 5 on the first device, one after
+    the other: 20.
     """
     forward = costs.of["F"]
-    # A backward is whole or in two halves, whichever is less; and so is what the stage before waits for.
+    # A backward is whole or in two halves, whichever is faster. The stage before waits for the whole, or for I alone.
     backward = []
     awaited = []
     for unsplit, input_grad, weight_grad in zip(costs.of["B"], costs.of["I"], costs.of["W"], strict=True):

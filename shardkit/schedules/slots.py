@@ -15,9 +15,9 @@ Lives = dict[Work, tuple[int, int]]  # the first tick and the last in which a va
 
 
 class Slots(NamedTuple):
-    """The number of slots in each buffer of a device, the most over devices, and the slot of each piece of work.
+    """The number of slots in each buffer, the most that any device needs, and the slot of each piece of work.
 
-    The first stage has no input, since it recomputes the embedding, and the last no cotangent, since it has the loss.
+    The first stage has no input, since it recomputes the embedding. The last has no cotangent, since it has the loss.
 
     Attributes:
         inputs: slots for stage inputs, from their arrival until B or I; until F if F saves residuals.
@@ -41,7 +41,7 @@ class Slots(NamedTuple):
 
 
 def assign_slots(schedule: Grid, lives: Sequence[Lives]) -> Slots:
-    """The slots of a schedule, for what is needed when, in the order of `find_lives`; see `Schedule.slots`."""
+    """The slots of a schedule; `lives` has the ticks in which values are needed, in the order of `find_lives`."""
     inputs, saved, cotangents, kept = (_assign_buffer(schedule, live) for live in lives)
     return Slots(
         inputs=inputs.slots,
@@ -56,7 +56,7 @@ def assign_slots(schedule: Grid, lives: Sequence[Lives]) -> Slots:
 
 
 class _Buffer(NamedTuple):
-    """The number of slots of a buffer on a device, the most over devices, and the slot of each piece of work."""
+    """The number of slots of one buffer, the most that any device needs, and the slot of each piece of work."""
 
     slots: int
     slot_of: dict[Work, int]
@@ -65,7 +65,8 @@ class _Buffer(NamedTuple):
 def find_lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]:
     """When stage inputs, residuals, cotangents and weight-gradient residuals are needed.
 
-    What arrives at the end of a tick is there from the next tick on, and may overwrite a slot read in that tick.
+    A value that arrives at the end of a tick is there from the next tick on. It may overwrite a slot that is read in
+    the tick in which it is sent.
 
     Worked example: 1F1B on two devices with three microbatches, B from the stage's input. Stage 1 gets the input of
     microbatch 1 at the end of tick 1, and runs 1F1 in tick 3 and 1B1 in tick 4: it is needed from tick 2 to tick 4.
@@ -94,11 +95,11 @@ def find_lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]
 
 
 def _assign_buffer(schedule: Grid, lives: Lives) -> _Buffer:
-    """The lowest free slot of its device for each interval of ticks, which uses the fewest slots."""
+    """Gives each value the lowest free slot of its device, in the order of begin ticks: this uses the fewest slots."""
     slot_of: dict[Work, int] = {}
     counts = [0] * schedule.devices
     free: list[list[int]] = [[] for _ in counts]
-    taken: list[list[tuple[int, int]]] = [[] for _ in counts]  # the last tick of what is in a slot, and the slot
+    taken: list[list[tuple[int, int]]] = [[] for _ in counts]  # the last tick in which a slot is needed, and the slot
     for work, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
         device = schedule.device(work[0])
         while taken[device] and taken[device][0][0] < begin:

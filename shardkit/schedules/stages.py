@@ -15,11 +15,11 @@ class Stages(NamedTuple):
 
     Attributes:
         axis: mesh axis of the pipeline.
-        devices: devices p along it; None: those of the mesh, whatever their number.
+        devices: number p of devices along it; None: as many as the mesh has.
         chunks: stages v of the model on each device.
         placement: "loop" puts stage s on device s % p; "v" returns in reverse order.
         layers_per_stage: layers of each of the p v stages; None for equally many.
-        spread: which leaves beside the stack are split over the axis, as `pipeline` takes it; None for none.
+        spread: which leaves outside the stack are split over the axis, in the form that `pipeline` takes; None: none.
         stack: the entry of the parameters that has the layers.
     """
 
@@ -92,7 +92,7 @@ class Stages(NamedTuple):
         return tuple(rows)
 
     def note(self) -> str:
-        """Their text in a description of the plan."""
+        """The text about the stages in a description of the plan."""
         notes = []
         if self.chunks > 1:
             notes.append(f"{self.chunks} chunks in stage order")

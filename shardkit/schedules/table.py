@@ -20,7 +20,7 @@ MOVES = (
     "cotangent_from_right",
     "cotangent_from_self",
 )
-"""What a device may receive at the end of a tick, and from which neighbor."""
+"""The values that a device may receive at the end of a tick, and from which neighbor."""
 FIELDS = (
     "forward_on",
     "forward_stage",
@@ -45,7 +45,7 @@ FIELDS = (
 )
 """The columns of a `Table`, each a number for every tick of every device."""
 ENDS = ("embed", "head", "embed_gradient")
-"""What all devices do together where embedding and head are spread over them: the columns of `Table.ends`."""
+"""The pieces that all devices run together if embedding and head are spread over them: the columns of `Table.ends`."""
 
 
 class Segment(NamedTuple):
@@ -56,7 +56,7 @@ class Segment(NamedTuple):
         begin: the first tick.
         ticks: the number of ticks.
         moves: the fields of `MOVES` that some device receives in one of these ticks.
-        ends: what all devices run together in each of these ticks, of `ENDS`; () where nothing is spread over them.
+        ends: the `ENDS` that all devices run together in each of these ticks; () if nothing is spread over them.
     """
 
     ops: str
@@ -81,18 +81,19 @@ class Table(NamedTuple):
     | `input_from_left`, `.._right`, `.._self` | slot for the output received from device d - 1, d + 1 or d |
     | `cotangent_from_left`, `.._right`, `.._self` | slot for the cotangent received from them |
 
-    Neighbors are those on the ring, and sends are at the end of a tick. A loop has inputs from the left and cotangents
-    from the right only. A value that nobody needs goes to a slot that is free at that tick. Where none is, what moves
-    points after the last slot and is dropped, and F and I write to a slot that is there for that alone.
+    Neighbors are neighbors on the ring, and devices send at the end of a tick. In a loop, inputs come from the left and
+    cotangents from the right only. A value that nobody needs goes to a slot that is free at that tick. If no slot is
+    free, a received value gets a number after the last slot, and is dropped; F and I write to an extra slot.
 
     Attributes:
         rows: int32 `[ticks, devices, fields]`.
         segments: runs of ticks with the same kinds of op, in order.
-        slots: how many slots values need, and who uses which.
+        slots: the slot of each value that is needed later.
         buffers: how many slots each buffer has, by the names of `Slots`.
-        crowded: the buffers in which at some tick a device has no slot free.
-        ends: int32 `[ticks, 3]`, by `ENDS`: the microbatch that enters the first stage, leaves the last one (on its way
-            back, where there are backward passes), and whose backward pass leaves the first one; -1 for none.
+        crowded: the buffers in which some device has no free slot at some tick.
+        ends: int32 `[ticks, 3]`, by `ENDS`: the microbatch that enters the first stage; the microbatch at the head, in
+            training when its backward pass begins; and the microbatch whose backward pass leaves the first stage. -1
+            for none.
     """
 
     rows: np.ndarray
@@ -116,9 +117,9 @@ _MOVED_BUFFERS = ("inputs", "cotangents")
 def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
     """The table of a schedule; see `Schedule.table`.
 
-    Worked example: 1F0 in tick 1 of 1F1B on two devices writes into the row of tick 1 and device 1 `forward_on` 1,
-    `forward_stage` 1, `forward_microbatch` 0 and `forward_input` 0, the slot that the row of tick 0 and device 1 names
-    as `input_from_left`.
+    Worked example: 1F0 in tick 1 of 1F1B on two devices. In the row of tick 1 and device 1 it sets `forward_on` 1,
+    `forward_stage` 1, `forward_microbatch` 0 and `forward_input` 0. Slot 0 has the output of 0F0, because the row of
+    tick 0 and device 1 has `input_from_left` 0.
     """
     lives = find_lives(schedule, saved)
     slots = assign_slots(schedule, lives)
@@ -126,11 +127,11 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
     ends = _find_ends(schedule)
     segments = _find_segments(schedule, rows, ends, spread)
     crowded = _assign_free_slots(rows, segments, slots, _find_free_slots(schedule, slots, lives))
-    rows[rows == _NOWHERE] = 0  # what is read there is discarded
+    rows[rows == _NOWHERE] = 0  # a device that is off reads slot 0, and discards the result
     buffers = {}
     for name in _BUFFERS.values():
         size = getattr(slots, name)
-        # What F and I save for nobody needs a slot; what moves is dropped.
+        # F and I of a device that is off must write somewhere, to an extra slot; a received value is dropped instead.
         if name in crowded and name not in _MOVED_BUFFERS:
             size += 1
         buffers[name] = max(1, size)
@@ -138,14 +139,14 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
 
 
 def buffer_of(field: str) -> str:
-    """The buffer into which a field points, by the names of `Slots`; "" for none."""
+    """The buffer to whose slots a field points, by the names of `Slots`; "" for a field that is no slot."""
     words = field.split("_")
     value = words[0] if field in MOVES else words[1]
     return _BUFFERS.get(value, "")
 
 
 def _write_rows(schedule: Grid, slots: Slots) -> np.ndarray:
-    """The fields of all ticks, int32 `[ticks, devices, fields]`, with `_NOWHERE` for slots of nothing."""
+    """The fields of all ticks, int32 `[ticks, devices, fields]`, with `_NOWHERE` for slots that are not needed."""
     blank = [_NOWHERE if buffer_of(field) else 0 for field in FIELDS]
     rows = np.tile(np.array(blank, np.int32), (_count_ticks(schedule), schedule.devices, 1))
     for (stage, op, i), tick in schedule.ticks.items():
@@ -215,7 +216,7 @@ def _find_ends(schedule: Grid) -> np.ndarray:
 
 
 def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray, spread: bool) -> tuple[Segment, ...]:
-    """Runs of ticks with the same kinds of op, and where embedding and head are spread with the same ends."""
+    """Runs of ticks with the same kinds of op and, if embedding and head are spread, with the same ends."""
     tick_ops: list[set[str]] = [set() for _ in range(_count_ticks(schedule))]
     for action, tick in schedule.ticks.items():
         tick_ops[tick].add(action.op)
@@ -240,7 +241,7 @@ def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray, spread: b
 
 
 def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> dict[str, np.ndarray]:
-    """For each buffer a slot that no value is in, [ticks + 1, devices]; their number where all are taken."""
+    """For each buffer, a free slot at each tick, [ticks + 1, devices]; the number of slots if all are taken."""
     ticks = _count_ticks(schedule)
     free = {}
     for name, live, slot_of in zip(_BUFFERS.values(), lives, slots[4:], strict=True):
@@ -254,10 +255,10 @@ def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> di
 def _assign_free_slots(
     rows: np.ndarray, segments: Sequence[Segment], slots: Slots, free: dict[str, np.ndarray]
 ) -> frozenset[str]:
-    """Gives what is written for nobody a free slot, in place; returns the buffers that have none at some tick.
+    """Gives values that nobody needs a free slot, in place; returns the buffers without a free slot at some tick.
 
-    All devices write what they receive and save in every tick of a segment, whether it is theirs or not. What moves at
-    the end of a tick is written at the start of the next.
+    In every tick of a segment all devices write a received and a saved value, whether anybody needs it or not. A value
+    that moves at the end of a tick is written at the start of the next.
     """
     crowded = set()
     for segment in segments:

@@ -1,4 +1,4 @@
-"""Orders that become faster: actions that move into idle time, first to an earlier one and then from the end on."""
+"""Makes an order faster: each action moves to an earlier idle time, and then, from the end on, to a later one."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Row = list[tuple[float, Action]]  # when the actions of a device begin, in order
 Timed = list[Row]  # of each device
 Inputs = dict[Action, list[tuple[Action, float]]]  # actions, and how long results are on the way from one to the other
 
-SLACK = 1e-9  # what sums of costs may differ by
+SLACK = 1e-9  # sums of costs that differ by less count as equal
 
 
 class Actions:
-    """The actions of a pipeline with backwards in two halves, and what they need.
+    """The actions of a pipeline with backwards in two halves, and their inputs.
 
     Attributes:
         p, m, v: devices, microbatches, chunks.
-        placement: of the stages.
-        stages: their numbers.
+        placement: the placement of the stages.
+        stages: the numbers of the stages.
         device: the device of each stage.
         chunks: the stages of each device.
         cost: how long each action takes.
-        needs: the actions that end before this one begins, and how long their results are on the way.
-        needed: the actions that need this one.
+        needs: for each action, the actions that must end before it, and how long their results are on the way.
+        needed: for each action, the actions that need it, and how long its result is on the way.
     """
 
     def __init__(self, p: int, m: int, v: int, placement: StagePlacement, costs: Costs):
@@ -54,12 +54,12 @@ class Actions:
                 self.needed[need].append((action, delay))
 
     def find_ready(self, action: Action, ended: Mapping[Action, float]) -> float:
-        """When the inputs of an action are there; infinite while one of them has not begun."""
+        """When all inputs of an action are on its device; infinite while an input has not begun."""
         arrivals = [ended.get(need, math.inf) + delay for need, delay in self.needs[action]]
         return max(arrivals, default=0.0)
 
     def run_order(self, actions: Iterable[Action]) -> Timed:
-        """When they begin, each after its inputs and after those before it on its device."""
+        """When the actions begin, each after its inputs and after the action before it on its device."""
         rows: Timed = [[] for _ in range(self.p)]
         ended: dict[Action, float] = {}
         free = [0.0] * self.p
@@ -82,7 +82,7 @@ class Actions:
         return max(ends)
 
     def tighten(self, rows: Timed, places: int) -> Timed:
-        """The rows, after each action has moved to the earliest idle time, and then to the latest before the end.
+        """The rows after each action has moved to its earliest idle time, and then to the latest that delays nothing.
 
         A device holds at most `places` chunks, from F to W; read from the end on, from W to F.
 
@@ -92,14 +92,14 @@ class Actions:
             device 0   0F0 .   .   0I0 0W0 0F1 .   .   0I1 0W1
             device 1   .   1F0 1I0 1W0 .   .   1F1 1I1 1W1 .
 
-        Each action to its earliest idle time, with places for two chunks: 0F1 passes 0W0 and 0I0, and what follows from
-        it moves too.
+        First, each action moves to its earliest idle time, with places for two chunks: 0F1 passes 0W0 and 0I0, and the
+        actions that need it move too.
 
             device 0   0F0 0F1 .   0I0 0W0 .   0I1 0W1
             device 1   .   1F0 1I0 1W0 1F1 1I1 1W1 .
 
-        Then each to its latest, from the end on: 1W0, for which nothing waits, gives way to 1F1, and 0F1 moves next to
-        what follows it. The makespan was 10, then 8, and is 7.
+        Then, from the end on, each moves to its latest: no action waits for 1W0, which gives way to 1F1, and 0F1 moves
+        next to the actions after it. The makespan was 10, then 8, and is 7.
 
             device 0   0F0 .   0F1 0I0 0W0 0I1 0W1
             device 1   .   1F0 1I0 1F1 1I1 1W0 1W1

@@ -238,9 +238,8 @@ class Diloco:
 
             mix = jax.shard_map(on_device, mesh=self.mesh, in_specs=(row_specs, specs), out_specs=row_specs)
             layouts = {path: NamedSharding(self.mesh, spec) for path, spec in specs.items()}
-            pinned = lax.with_sharding_constraint(
-                arrays, layouts
-            )  # with other layouts, the next exchange compiles again
+            # With other layouts than the state's, the next exchange would compile again.
+            pinned = lax.with_sharding_constraint(arrays, layouts)
             return mix(rows, arrays), replace_arrays(params, pinned), self._pin_outer(outer, before, params)
 
         return jax.jit(finish, static_argnums=5, donate_argnums=(1, 2))
