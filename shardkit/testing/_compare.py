@@ -152,7 +152,7 @@ def describe_kinds(actual: Any, expected: Any) -> str:
 
 
 def find_other_bits(copies: Sequence[np.ndarray]) -> int:
-    """The first of the arrays whose bits differ from those of array 0; 0 if none differs."""
+    """The number of the first array whose bits differ from array 0's; 0 if all are equal."""
     first = np.asarray(copies[0]).tobytes()
     for number, copy in enumerate(copies):
         if np.asarray(copy).tobytes() != first:
@@ -161,7 +161,7 @@ def find_other_bits(copies: Sequence[np.ndarray]) -> int:
 
 
 def find_unequal_replicas(x: Any) -> tuple[int, int] | None:
-    """The ids of two devices whose replicas of one shard of a global array differ in a bit; None if there are none."""
+    """The ids of two devices whose replicas of a shard of a global array differ in a bit; None if all are equal."""
     if not isinstance(x, jax.Array):
         return None
     replicas: dict[str, list[Any]] = {}

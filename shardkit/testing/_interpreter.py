@@ -260,7 +260,7 @@ class _Emulator(JaxprInterpreter[Any]):
         def run_device(_: Any, *leaves: Any) -> list[Any]:
             return self.run(body, leaves)
 
-        # The last axis of the mesh is the innermost vmap: what each maps is then always dim 0 of what it gets.
+        # The last axis of the mesh is the innermost vmap: so each vmap maps dim 0 of its arrays.
         run_devices = run_device
         for name in reversed(sizes):
             in_axes = [0 if name in all_axes(spec) else None for spec in specs]

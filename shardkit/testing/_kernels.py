@@ -69,7 +69,7 @@ def check_args(
 
 
 def check_arity(where: str, role: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Refuses a function that does not take as many arguments as there are."""
+    """Refuses a function that cannot be called with this number of arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin
@@ -86,7 +86,7 @@ def check_arity(where: str, role: str, function: Callable[..., Any], args: Seque
 def wrap_kernel(
     where: str, kernel: Callable[..., Any], mesh: Mesh | AbstractMesh, out_specs: Any, check_vma: bool
 ) -> Callable[..., Any]:
-    """A kernel that refuses its own results where out_specs do not fit them, and whose errors say what it got."""
+    """The kernel, which refuses results that `out_specs` do not fit; its errors show the arguments of a device."""
 
     @wraps(kernel)
     def call(*shards: Any) -> Any:
@@ -136,7 +136,7 @@ def explain_error(where: str, error: Exception, mesh: Mesh | AbstractMesh) -> Ex
 
 
 def wrap_reference(where: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference that refuses results that are no arrays, and whose errors say what it was called with."""
+    """The reference, which refuses results that are no arrays; its errors show its arguments."""
 
     @wraps(reference)
     def call(*args: Any) -> Any:

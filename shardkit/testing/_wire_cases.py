@@ -1,4 +1,4 @@
-"""Collectives that are given known integers: what each device sends, and what it must get.
+"""Collectives of known integers: the integers that each device sends, and those that it must get.
 
 Worked example, a psum of float32[2] over data=2. The integers lie from 1 to the prime 16381; here from 1 to 7:
 
@@ -7,8 +7,8 @@ Worked example, a psum of float32[2] over data=2. The integers lie from 1 to the
     the psum gives       [4, 10]    on both
     each device expects  [4, 10]    it makes the integers of both devices itself, and adds them, without sending
 
-An element that is wrong differs, because all sums are exact in the dtype of the operand. In the next round all integers
-are others, so that what is left of an old round is wrong too.
+A wrong element differs, because all sums are exact in the dtype of the operand. In the next round all integers are
+different, so that an element left over from an old round is wrong too.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class WireCase(NamedTuple):
 
     @property
     def row(self) -> Any:
-        """What is known of the primitive."""
+        """The row of the primitive in `_jax/primitives.py`."""
         return registered(self.primitive.name)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Its mesh axes, in the order in which it numbers devices: that of the mesh for a ppermute, else as named."""
+        """Its mesh axes in the order in which it numbers devices: in a ppermute the mesh's order, else as named."""
         named: list[str] = []
         for parameter in self.row.axes:
             named += _axis_names(self.params.get(parameter))
@@ -84,7 +84,7 @@ def _axis_names(axes: Any) -> list[str]:
 
 
 def list_collectives(jaxpr: Any) -> tuple[list[WireCase], tuple[str, ...]]:
-    """The collectives of a program that reach another device, each once, and those that cannot be checked."""
+    """The collectives of a program that reach another device, each once; and names of collectives without a check."""
     cases: dict[Any, WireCase] = {}
     unchecked: dict[str, None] = {}
     for site in walk(jaxpr):
@@ -197,7 +197,7 @@ class WireIntegers(NamedTuple):
 
 
 def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, number: jax.Array) -> jax.Array:
-    """The integers that a device must get, computed by itself from those that its group sends."""
+    """The integers that a device must get. The device computes them alone, from the integers that its group sends."""
     members, rank = _find_group(case, device)
     params = case.params
     count = case.groups.shape[1]
@@ -307,11 +307,11 @@ class WireProgram:
         return jax.make_array_from_callback(values.shape, self.layout, lambda index: values[index])
 
     def _run_device(self, devices: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What each collective delivers to this device, compared with what it must.
+        """Runs each collective, and compares the integers that this device gets with those that it must get.
 
         Returns:
-            int32 [1, collectives, 2], how many elements are wrong and which is the first; float32 [1, collectives, 2],
-            what this element is and what it should be.
+            int32 [1, collectives, 2]: the number of wrong elements, and the place of the first; float32
+            [1, collectives, 2]: the value of this element, and the right value.
         """
         device = devices[0]
         number = numbers[0]
@@ -337,7 +337,7 @@ class WireProgram:
         return jnp.stack(positions)[None], jnp.stack(values)[None]
 
     def find_fault(self, number: int) -> str:
-        """What is wrong in one round on this process's devices, as a sentence; "" if nothing is."""
+        """The first wrong element of one round on this process's devices, in a sentence; "" if all are right."""
         devices = self._spread(np.arange(self.mesh.size))
         numbers = self._spread(np.full(self.mesh.size, number))
         positions, values = self.run(devices, numbers)

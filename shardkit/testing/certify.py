@@ -179,12 +179,12 @@ class _Mistake(NamedTuple):
 
     @property
     def simplicity(self) -> tuple[int, int]:
-        """Few axes first, then large ones: a factor of 8 is clearer than one of 2."""
+        """A key for sorting: few axes first, then large meshes, because a factor of 8 is clearer than a factor of 2."""
         return (len(self.split_axes), -math.prod(self.sizes.values()))
 
 
 def _list_meshes(axes: Sequence[str], count: int) -> list[dict[str, int]]:
-    """Every mesh over the axes whose number of devices divides `count`, small ones first."""
+    """Every mesh over the axes whose number of devices divides `count`, small meshes first."""
     meshes = []
     for sizes in sorted(factorizations(count, len(axes)), key=math.prod):
         if count % math.prod(sizes) == 0:
@@ -341,7 +341,7 @@ def _explain_factor(factor: float, sizes: dict[str, int]) -> str:
 
 
 def _explain_power(name: str, size: int, power: int) -> str:
-    """What was done to the gradients, if they are the reference times the size of an axis to a power."""
+    """The likely mistake, if the gradients are the reference times a power of an axis size."""
     axis = f"axis {name!r} (size {size})"
     if power == 1:
         return f"{axis} is summed twice, or a division by its size is missing"

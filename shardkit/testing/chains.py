@@ -90,7 +90,7 @@ class Chain(NamedTuple):
         return np.asarray(values).astype(jnp.dtype(self.dtype))
 
     def kernel(self, x: Any) -> Any:
-        """What each device runs, inside shard_map or emulate: a block of shape [1, .., *shape] in, one out."""
+        """The function of one device, inside shard_map or emulate: from a block of shape [1, .., *shape] to another."""
         mesh_dims = len(self.sizes)
         x = x.reshape(x.shape[mesh_dims:])
         for op in self.ops:

@@ -115,7 +115,7 @@ def _check_count(in_specs: Any, args: Sequence[Any]) -> None:
 
 
 def _list_leaves(args: Any, specs: Sequence[PartitionSpec], mesh: Any) -> list[jax.Array]:
-    """The arguments as arrays; refuses those that their specs do not divide."""
+    """The arguments as arrays; refuses arrays that their specs do not divide."""
     leaves = []
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(args), specs, strict=True):
         where = f"emulate: argument {path_name(path)}"
@@ -164,7 +164,7 @@ def _list_specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
 
 
 def _fetch(x: jax.Array) -> Any:
-    """As a numpy array if possible, so that joining compiles nothing."""
+    """The array as a numpy array if possible, so that joining arrays compiles nothing."""
     if isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return np.asarray(x)

@@ -76,7 +76,7 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
                 "Return the same means from the loss and from the reference."
             )
         for name, value in expected.metrics.items():
-            if name == "weight" and value == 1:  # that of a scalar loss, which weighs one per shard and microbatch
+            if name == "weight" and value == 1:  # of a scalar loss, whose weight is 1 for each shard and microbatch
                 continue
             compare(where, f"the metric {name!r}", actual.metrics.get(name), value, expected.metrics_allowed[name])
         if actual.grads is not None:
@@ -119,7 +119,7 @@ def equal_copies(program: Program, reference: Reference) -> None:
 def census_is_the_closed_form(program: Program, reference: Reference) -> str | None:
     """The plan's collectives send exactly the bytes that its layouts require.
 
-    They are distinguished from those of the loss by the scope in which the step traces them.
+    The scope in which the step traces them tells them from the collectives of the loss.
 
     For example, `dp("data")` on 4 devices with one float32 parameter of 1,000 elements: its gradient is summed, which
     sends 2 * 3/4 * 4,000 = 6,000 bytes per device over ("data",), and nothing else is in the closed form.
@@ -169,11 +169,11 @@ def _count_plan_traffic(program: Program, prefetched: bool = False) -> Sent:
 
 
 def sums_keep_their_dtype(program: Program, reference: Reference) -> None:
-    """What is added over devices is added in the dtype that was asked for, or a wider one.
+    """Sums over devices are in the dtype that the precision names, or in a wider one.
 
-    Losses, metrics and weights in float32; gradients, by the plan, in `reduce` of the precision; what the loss adds
-    itself, as the partial sums of tensor parallelism and their gradients, in its `compute`. An algorithm that sends
-    fewer bits, as `compressed`, adds what arrives in float32.
+    Losses, metrics and weights are summed in float32; gradients, by the plan, in `reduce`; sums inside the loss, such
+    as the partial sums of tensor parallelism and their gradients, in `compute`. An algorithm that sends fewer bits,
+    such as `compressed`, adds in float32.
 
     Example:
         >>> laws = [sk.testing.laws.sums_keep_their_dtype]  # for `prove(..., laws=laws)`

@@ -143,7 +143,8 @@ def one_device(
     run_down = _run(training, relative, sign=-1)
 
     def remains_noise(was_noise: bool, x: Any, error: float) -> bool:
-        # The optimizer state carries noise of one step into the later ones: what was noise once remains noise.
+        # The optimizer state carries the noise of a step into later steps: an element that was noise once remains
+        # noise.
         return was_noise or magnitude(x) <= error
 
     is_noise: Any = jax.tree.map(lambda x: False, exact_run[0].grads)

@@ -153,7 +153,7 @@ class Program:
             params: pytree of arrays.
             batches: one global batch for each step.
             key: the key of the run.
-            mesh: the row's mesh; by default over the row's devices, or the first ones.
+            mesh: the row's mesh; by default over the row's devices, or over the first devices.
             carry, carried: as for `make_train_step` and its `init`.
 
         Raises:
@@ -277,7 +277,7 @@ class Program:
 
 
 def make_row_mesh(row: Row) -> Mesh:
-    """The mesh of a row, over its devices, or over the first ones."""
+    """The mesh of a row, over its devices, or over the first devices."""
     sizes: dict[str, Any] = dict(row.mesh)
     devices = row.devices or jax.devices()[: math.prod(row.mesh.values())]
     return make_mesh(devices, axis_types=row.axis_types, **sizes)

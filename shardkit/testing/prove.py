@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
         row: the row's name.
         law: the law's name.
         broken: the error; "" if the law holds or does not apply.
-        note: why it does not apply, or what it allowed; or "".
+        note: why the law does not apply, or which difference it allowed; or "".
     """
 
     row: str
@@ -181,7 +181,7 @@ def prove_rows(
 
 
 def name_rows(rows: Sequence[Row]) -> list[str]:
-    """The rows' names; those that have one name are numbered by their places."""
+    """The rows' names; rows with equal names are numbered."""
     texts = [str(row) for row in rows]
     names = []
     for number, text in enumerate(texts):

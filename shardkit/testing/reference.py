@@ -1,8 +1,8 @@
 """A reference for each kernel, over a Python list of blocks: one block per device, in the order of the axis.
 
-Every function takes the block of each device and returns the list of results; options are those of the kernel of the
-same name. `xp` is numpy, or jax.numpy for gradients. The code is simple enough to trust by reading it. `over_mesh`
-applies a reference to arrays whose first dims are the mesh.
+Every function takes the list of all devices' blocks and returns the list of results; its options are the options of the
+kernel of the same name. `xp` is numpy, or jax.numpy for gradients. The code is simple enough to trust by reading it.
+`over_mesh` applies a reference to arrays whose first dims are the mesh.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-# What a test of one's own collective compares with; the others are those of our own kernels.
+# References for a user's own collectives; the other functions are references for kernels of this package.
 __all__ = [
     "all_gather",
     "all_reduce",
@@ -261,14 +261,14 @@ def _add(blocks: Blocks, op: str, xp: Any) -> Any:
 
 
 def _count_bools(block: Any, xp: Any) -> Any:
-    """Booleans as 0 and 1, of which a sum counts the True ones; other blocks as they are."""
+    """Booleans as 0 and 1, so that a sum counts the True ones; other blocks as they are."""
     if block.dtype == bool:
         return block.astype(xp.int32)
     return block
 
 
 def _neutral_element(op: str, dtype: Any) -> Any:
-    """What changes no result: 0 of a sum, the smallest value of a maximum, the largest of a minimum."""
+    """The element that changes no result: 0 in a sum, the smallest value in a maximum, the largest in a minimum."""
     if op == "sum":
         return 0
     smallest, largest = _find_limits(dtype)

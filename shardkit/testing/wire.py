@@ -38,11 +38,11 @@ _CALLS = itertools.count()  # every process makes the same calls, so that the nu
 
 @dataclass(frozen=True)
 class Delivery:
-    """What arrived right.
+    """The collectives whose results arrived right.
 
     Attributes:
-        collectives: each as "reduce_scatter over 'd', float32[1024]".
-        unchecked: those that this check cannot feed.
+        collectives: a text for each, such as "reduce_scatter over 'd', float32[1024]".
+        unchecked: collectives that this check cannot run.
         devices: how many devices took part.
         rounds: how often each ran, every time with other integers.
         seconds: how long the rounds took, without compilation.
@@ -137,9 +137,10 @@ def _find_fault(programs: Sequence[WireProgram], number: int) -> str:
 
 @contextmanager
 def _starve(is_slow: bool) -> Iterator[None]:
-    """Makes this process late, and share one processor with two busy ones, where threads can be bound to one.
+    """Slows this process down: its threads share one processor with two busy processes, if threads can be bound.
 
-    The busy processes end here, or by themselves should this one be killed. Its threads go back to where they were.
+    The busy processes end when the context ends, or by themselves if this process is killed. The threads are bound as
+    before again.
     """
     if not is_slow:
         yield

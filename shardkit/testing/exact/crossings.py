@@ -1,6 +1,6 @@
-"""Inputs for which a comparison is of equal numbers, or goes another way: found by solving for one element.
+"""Inputs for which a comparison compares equal numbers, or goes another way: found by solving for one element.
 
-The difference of what is compared is mostly linear in an element of an input, so two runs say where it is zero.
+The difference of the compared numbers is mostly linear in an element of an input, so two runs tell where it is zero.
 
 Worked example: `2 * x[0] < y[0] + 1` was compared at x[0] = 3, y[0] = 4, a difference of 1. With x[0] a sixteenth
 larger it is 1.125, so the slope is 2 and the zero at x[0] = 3 - 1 / 2 = 2.5. The next draw has x[0] = 2.5, where `<`
@@ -22,24 +22,24 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
-# What is noted is no comparison, but what must not be zero, or what is rounded and where it jumps.
+# Places that are no comparisons: a divisor, which must not be zero, and a rounding, which jumps at an integer.
 DIVISOR, JUMP = "divisor", "jump"
-_STEP = 1 / 16  # by which an element is moved: a power of two, so that real values stay exact
-_LARGEST = 1e6  # of the elements that are put somewhere
-_ANY = 0.5  # how often any comparison is solved for, though there is one that is preferred
-_DIVISORS = 0.25  # how often of these it is a divisor that is put to zero
-_NEXT = 0.5  # how often the way off ends before the next root
-_APART = 1e-7  # by such a share two roots differ, and not by their rounding
-_EXACTLY = 0.5  # how often a comparison is made one of equal numbers; else it goes either way
+_STEP = 1 / 16  # an element is moved by this: a power of two, so that real values stay exact
+_LARGEST = 1e6  # the largest value that an element gets
+_ANY = 0.5  # how often any comparison is chosen, although there are preferred ones
+_DIVISORS = 0.25  # how often a divisor is chosen in this case
+_NEXT = 0.5  # how often the new value lies between the root and the next root
+_APART = 1e-7  # roots that differ by less than this share may differ by rounding alone
+_EXACTLY = 0.5  # how often a comparison gets equal numbers; else it goes one way or the other
 
 
 class Difference(NamedTuple):
-    """What a comparison compares with zero.
+    """The difference of the two numbers that a comparison compares.
 
     Attributes:
         number: uint64 [components, ...].
         real: float64 [...].
-        asked: bool [...], where it is a number.
+        asked: bool [...], whether it is a number: neither NaN nor infinite.
     """
 
     number: np.ndarray
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
 
 
 class Differences:
-    """The differences that a run compared, by side, equation, part of it and how often it ran before."""
+    """The differences that a run compared, by side, equation, part of the equation, and how often it ran before."""
 
     def __init__(self) -> None:
         self.by_place: dict[Any, Difference] = {}
@@ -63,7 +63,7 @@ class Differences:
 
 
 class Crossings:
-    """Chooses elements of inputs, and what they are to be.
+    """Chooses elements of inputs, and their values.
 
     Attributes:
         rng: the source of chance.
@@ -76,13 +76,13 @@ class Crossings:
         self._tie: tuple[Any, int] | None = None
 
     def note_end(self, tried: dict[Any, set[int]]) -> None:
-        """Adds which numbers the last element was to make equal: of those that it did not, no tie may be met."""
+        """Adds the comparison that the last element was to make equal, so that it counts as tried even if it failed."""
         if self._tie is not None:
             place, index = self._tie
             tried.setdefault(place, set()).add(index)
 
     def kind(self) -> str:
-        """What all other elements are drawn as."""
+        """How all other elements are drawn."""
         return str(self.rng.choice(["crossed", "crossed near", "crossed wide", "crossed mixed", "crossed similar"]))
 
     def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
@@ -103,9 +103,9 @@ class Crossings:
     def solve(
         self, field: Field, moved: Element, before: Differences, after: Differences, preferred: Container[Any] = ()
     ) -> Element | None:
-        """What the element must be for a comparison to change; None where none hangs on it linearly.
+        """The value of the element for which a comparison changes; None if no comparison depends on it linearly.
 
-        Half of the time it is one of the preferred comparisons, if there is one.
+        Half of the time the comparison is one of the preferred ones, if there are any.
         """
         ways = self._find_ways(field, moved, before, after)
         if not ways:
@@ -119,7 +119,7 @@ class Crossings:
         place = places[self.rng.integers(len(places))]
         self.crossed[place[:3]] += 1
         self._tie = None
-        # Of the elements of the comparison one.
+        # One element of the comparison, at random.
         index, root = ways[place][self.rng.integers(len(ways[place]))]
         if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
             self._tie = place[:3], index
@@ -131,7 +131,7 @@ class Crossings:
     def _find_ways(
         self, field: Field, moved: Element, before: Differences, after: Differences
     ) -> dict[Any, list[tuple[int, float]]]:
-        """By comparison, its elements that the moved one decides, and where they are zero."""
+        """For each comparison, its elements that depend on the moved one, and the value for which each is zero."""
         ways = {}
         for place, first in before.by_place.items():
             second = after.by_place.get(place)
@@ -144,18 +144,18 @@ class Crossings:
         return ways
 
     def _beyond(self, root: float, others: np.ndarray) -> float:
-        """A value on one side of a root: between it and the next one, or some way off."""
+        """A value on one side of a root: between it and the next root, or farther away."""
         direction = float(self.rng.choice([-1.0, 1.0]))
         distances = (others - root) * direction
         distances = distances[distances > _APART * (1 + abs(root))]
-        # Between two roots no comparison changes: what hangs on a window that is narrow is seen there.
+        # Between two roots no comparison changes: a value there shows results that hold only in a narrow range.
         if len(distances) and self.rng.random() < _NEXT:
             return root + direction * float(distances.min()) * self.rng.uniform(0.1, 0.9)
         return root + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root))
 
 
 def _roots(field: Field, moved: Element, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:
-    """Of each difference the real value of the element at which it is zero, and whether that is known."""
+    """For each difference, the real value of the element at which it is zero, and whether this value is known."""
     slope = (second.real - first.real) / _STEP
     root = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
     top = slice(-2 * field.points, -field.points)  # the highest prime that every number has
@@ -164,11 +164,11 @@ def _roots(field: Field, moved: Element, first: Difference, second: Difference) 
 
 
 def _root(field: Field, moved: Element, first: Difference, second: Difference, at: int) -> np.ndarray:
-    """The same of one difference, modulo each prime."""
+    """The number of the element at which one difference is zero, modulo each prime."""
     components = []
     columns = (x.reshape(len(x), -1)[:, at].tolist() for x in (first.number, second.number))
     for p, a, b, number in zip(field.residues.moduli.tolist(), *columns, moved.number.tolist(), strict=True):
-        # first + (x - start) (second - first) / step is zero; a prime that exps have used up says nothing
+        # Solves first + (x - start) (second - first) / step = 0 for x. A prime that exps have used up tells nothing.
         start = number - pow(round(1 / _STEP), -1, p)
         slope = (b - a) * round(1 / _STEP) % p
         components.append((start - a * pow(slope, -1, p)) % p if slope else number)

@@ -1,7 +1,7 @@
-"""Sums, products, quotients and powers of numbers of the field, with what is known of the results.
+"""Sums, products, quotients and powers of numbers of the field, with the facts that are known of the results.
 
-Each function computes four things: the residues; the real values, in float64; the facts, of which the sign, what is
-infinite and what is no number follow the rules of floats; and a bound of the degree.
+Each function computes four things: the residues; the real values, in float64; the facts, of which sign, infinity and
+NaN follow the rules of floats; and a bound of the degree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
         factor = x.factor * y.factor % p
     if factor is not None:
         factor = np.broadcast_to(factor, number.shape)
-    # Of two numbers that are not negative the sum is not; of one of each sign nothing is known.
+    # The sum of two numbers that are not negative is not negative. If their signs differ, nothing is known of the
+    # sum's.
     sign = np.where(x.sign == y.sign, x.sign, 0)
     # inf - inf is NaN, 1e30 + 1 stays HUGE: what floats would make of them.
     infinite, poison = add_infinities(field, x, y)
@@ -99,9 +100,9 @@ def multiply(field: Field, x: Exact, y: Exact) -> Exact:
 
 
 def power(field: Field, x: Exact, n: int) -> Exact:
-    """x to a whole power; an even one of a square root is one of what it is the root of."""
+    """x to a whole power. Even powers of a square root are powers of its argument: sqrt(y)**4 is y**2."""
     x = to_number(field, x)
-    if n == 0:  # of what is no number too
+    if n == 0:  # 1, as in floats, even if x is NaN
         return field.lift(np.ones(x.shape, np.float32))
     if n < 0:
         return invert(field, power(field, x, -n))
@@ -123,7 +124,7 @@ def power(field: Field, x: Exact, n: int) -> Exact:
 
 
 def _power_of_squares(field: Field, x: Exact, squares: Exact, n: int) -> Exact:
-    """x**n by x**2, which is not what the residues of x give: (c sqrt(y))**3 is c**2 y times c sqrt(y)."""
+    """x**n from x**2, which is known from the law of roots: (c sqrt(y))**3 is c**2 y times c sqrt(y)."""
     result = power(field, squares, n // 2)
     if n % 2:
         result = multiply(field, result, x)
@@ -131,11 +132,11 @@ def _power_of_squares(field: Field, x: Exact, squares: Exact, n: int) -> Exact:
 
 
 def invert(field: Field, x: Exact) -> Exact:
-    """1 / x; that of zero is infinite, that of infinity zero."""
+    """1 / x, which is infinite for x = 0, and 0 for an infinite x."""
     x = to_number(field, x)
     number, roots, degree = _invert_numbers(field, x)
     zero = field.is_zero(x)
-    if field.planted:  # zero in this draw, and for no reason of the program
+    if field.planted:  # x is zero only because this draw was planted so
         infinite = np.zeros(x.shape, int)
         poison = np.where(zero, OUTSIDE, x.poison)
     else:
@@ -149,12 +150,12 @@ def invert(field: Field, x: Exact) -> Exact:
 
 
 def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | None, Degree]:
-    """The residues of 1 / x, of which roots they are multiples, and their degree."""
+    """The residues of 1 / x, the ids of the roots of which they are multiples, and their degree."""
     if x.roots is None:
         number = field.invert_residues(x.number, x.used[0])
         return number, None, field.degree_of_inverses(x.degree, x.number[0].size)
     if field.roots.ids_of_squares(x.roots).any():
-        # Of the root of a multiple of a root: 1 / x is x / x**2, and the square is one with fewer roots.
+        # x is the root of a multiple of a root, such as sqrt(sqrt(y)). 1 / x is x / x**2, and x**2 has fewer roots.
         squares = multiply(field, x, x)
         inverse, roots_of_inverse, degree = _invert_numbers(field, squares)
         facts = build_facts(x.shape, used=x.used[0])
@@ -187,7 +188,7 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
     if factor is not None:
         for dim in sorted(dims_of_parts, reverse=True):
             factor = _multiply_along(field, factor, dim, keep)
-    # A sum has a sign where all its terms have it.
+    # The sign of a sum is known if all its terms have this sign.
     is_positive = (x.sign == 1).all(tuple(dims), keepdims=keep)
     is_negative = (x.sign == -1).all(tuple(dims), keepdims=keep)
     sign = np.where(is_positive, 1, np.where(is_negative, -1, 0))
@@ -218,11 +219,11 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     x = to_number(field, x)
     y = to_number(field, y)
     if x.roots is not None and y.roots is not None and not _have_common_roots(x, y):
-        # Each term of a sum has another product of roots, as in Q R, of columns of Q and rows of R.
+        # The terms of a sum have different products of roots, as in Q R, where columns of Q and rows of R have roots.
         products = multiply(field, x.move(lambda part: part[..., None]), y.move(lambda part: part[..., None, :, :]))
         return sum_dims(field, products, [len(products.shape) - 2])
     number = field.residues.matmul(x.number, y.number)
-    # [..., m, 1] and [..., 1, n]: a sum has used up what the worst of its terms has.
+    # [..., m, 1] and [..., 1, n]: a sum has used up as many primes as the worst of its terms.
     used_of_rows = x.used[0].max(-1, keepdims=True, initial=0)
     used_of_columns = y.used[0].max(-2, keepdims=True, initial=0)
     used = np.maximum(used_of_rows, used_of_columns)
@@ -235,7 +236,7 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     degree = x.degree.times(y.degree)
     roots = None
     if x.roots is not None or y.roots is not None:
-        # [..., m, 1] and [..., 1, n]: one root for a row, or a column, where all terms of its sums have it.
+        # [..., m, 1] and [..., 1, n]: the root of a row, or of a column, that all terms of its sums have.
         roots_of_rows = find_common_roots(x.roots_or_zeros, (-1,), keep=True)
         roots_of_columns = find_common_roots(y.roots_or_zeros, (-2,), keep=True)
         factor, roots, degree_of_factor = multiply_roots(field, roots_of_rows, roots_of_columns)
@@ -246,7 +247,7 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
 
 
 def _have_common_roots(x: Exact, y: Exact) -> bool:
-    """Whether all terms of each sum of a product of matrices have the same two roots, or would be too many."""
+    """Whether all terms of each sum in a product of matrices have the same two roots; True too for too many terms."""
     if x.shape[-2] * y.number[0].size > _MOST_TERMS:
         return True
     x_is_common = bool((x.roots_or_zeros == x.roots_or_zeros[..., :1]).all())

@@ -1,13 +1,13 @@
-"""What infinity and NaN become in sums and products.
+"""Infinity and NaN in sums and products.
 
-There are two kinds of infinity. TRULY is that of floats: 1 / 0, or -inf in a mask. HUGE is a constant beyond 1e9, which
-programs write for infinity in masks. HUGE plus a number is HUGE, and so is HUGE times a number of known sign; exp of
--HUGE is 0. In all other respects it is a number, so that it cancels where it is added and subtracted.
+There are two kinds of infinity. TRULY is the infinity of floats: 1 / 0, or -inf in a mask. HUGE is a constant beyond
+1e9, which programs write for infinity in masks. HUGE plus a number is HUGE, and so is HUGE times a number of known
+sign; exp of -HUGE is 0. In all other respects HUGE is a number, and cancels if it is added and subtracted.
 
-Worked example: in `softmax(where(mask, x, -1e30))` the masked x - max is HUGE and negative, its exp is 0, and nothing
-but that matters. In `x + 1e30 - 1e30` it is a number, and the sum is x.
+Worked example: in `softmax(where(mask, x, -1e30))` the masked x - max is HUGE and negative, and its exp is 0, whatever
+x is. In `x + 1e30 - 1e30` the constant is a number, and the sum is x.
 
-Each function returns two arrays of the facts of a result, [...]: what is infinite, and what is no number.
+Each function returns two facts of a result as arrays [...]: INFINITE and POISON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardkit.testing.exact.numbers.values import HUGE, NOT_A_NUMBER, OUTSIDE, T
 
 
 def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
-    """Of x + y."""
+    """The two facts of x + y."""
     # HUGE less HUGE is a number: 1e30 - 1e30 is 0.
     infinite = np.clip(x.infinite + y.infinite, -HUGE, HUGE)
     poison = np.maximum(x.poison, y.poison)
@@ -36,7 +36,7 @@ def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.nda
 
 
 def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | int, np.ndarray]:
-    """Of x y, both without a factor."""
+    """The two facts of x y; neither has a factor."""
     infinite: np.ndarray | int = 0
     poison = np.maximum(x.poison, y.poison)
     if x.infinite.any() or y.infinite.any():
@@ -53,7 +53,7 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
         if not field.planted:
             zero_times_outside = ((x.poison == OUTSIDE) & y_is_zero) | ((y.poison == OUTSIDE) & x_is_zero)
             poison = np.where(zero_times_outside, NOT_A_NUMBER, poison)
-        # The sign of a number that is not known to have one is that of its place in the order.
+        # If the sign of a number is not known for all inputs, its place in the order of this draw decides.
         sign = np.nan_to_num(np.sign(find_keys(field, x)) * np.sign(find_keys(field, y)))
         infinite = np.where(x.is_truly_infinite | y.is_truly_infinite, TRULY * sign, infinite)
     return infinite, poison
@@ -66,7 +66,7 @@ def _find_known_sign(x: Exact) -> np.ndarray:
 
 
 def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Of a sum over dims."""
+    """The two facts of a sum over dims."""
     dims = tuple(dims)
     # The largest and the smallest code of all terms: -TRULY, -HUGE, 0, HUGE or TRULY.
     highest = x.infinite.max(dims, keepdims=keep, initial=0)
@@ -82,7 +82,7 @@ def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> t
 
 
 def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
-    """Of [..., m, k] @ [..., k, n], by how many of the products in a sum are infinite.
+    """The two facts of [..., m, k] @ [..., k, n], from the number of infinite products in each sum.
 
     A count of products is itself a product of matrices: with a mask of where x is infinity and one of where y is
     positive, `mask_x @ mask_y > 0` says which sums have infinity times a positive number.
@@ -116,7 +116,7 @@ def contract_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, n
     zero_times_infinity = has_product(x_plus | x_minus, y_is_zero) | has_product(x_is_zero, y_plus | y_minus)
     undefined = zero_times_infinity | (plus & minus)
     poison = np.where(undefined, field.undefined, 0)
-    # One element that is no number makes all sums NaN in which it is: those of its row of x, or of its column of y.
+    # A NaN makes all sums NaN that contain it: the sums of its row of x, or of its column of y.
     all_of_x = np.ones(x.shape, bool)
     all_of_y = np.ones(y.shape, bool)
     for code in (NOT_A_NUMBER, OUTSIDE):

@@ -1,12 +1,12 @@
-"""Square roots of one run: what each root is of, and which product of roots is which root.
+"""Square roots of one run: the argument of each root, and the root that a product of roots is.
 
-A root has no number in the field: half of all residues are no squares, and of a square the residues of x and -x have
-the same. So a root is drawn at random, as the value of a function without a law. Without more laws than that its square
-is x, sums and quotients are those of any number: (x + h) / h is x / h + 1. But x / h is not h, as x / sqrt(x) is
-sqrt(x). No choice of 1 / h makes both true, because h**2 is not x in the residues.
+The field has no square root of x: half of all residues are no squares, and a residue and its negative have the same
+square. So a root h of x is drawn at random, as the value of a function without a law. Sums and quotients are then
+right: (x + h) / h is x / h + 1. But x / h is not h, although x / sqrt(x) is sqrt(x). No choice of 1 / h makes both
+true, because h**2 is not x in the residues.
 
-So two programs are run once more where they differ, with the laws of roots (`Field.laws_of_roots`), by which a multiple
-of a root is always written with the root above the line:
+So if two programs differ, they are run once more with the laws of roots (`Field.laws_of_roots`). By these laws a
+multiple of a root is always written with the root in the numerator:
 
 - an array says for each element of which root it is a multiple, c sqrt(x), by an id in `Exact.roots`;
 - the product of two multiples of the same root is c d x, and 1 / (c sqrt(x)) is sqrt(x) / (c x);
@@ -20,7 +20,7 @@ drawn roots, results that are different functions remain different polynomials. 
 program unproved, and no more. No rule says that sqrt(x**2) is x: it is the root of a number like any other.
 
 Worked example: `x / sqrt(x)`. The root is drawn as h and gets id 1. Its inverse, 1 / h, is written as h / x, which is
-again a multiple of root 1. So the quotient is x h / x, which is h: that of `sqrt(x)`.
+again a multiple of root 1. So the quotient is x h / x, which is h: the number of `sqrt(x)`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Root(NamedTuple):
     Attributes:
         number: uint64 [components].
         inverse: uint64 [components], 1 / number.
-        square: uint64 [components], what it is the root of.
+        square: uint64 [components], its argument: the number that it is the root of.
         inverse_of_square: uint64 [components].
-        id_of_square: the id of the root of which `square` is a multiple itself.
+        id_of_square: the id of a root of which `square` is a multiple, as in sqrt(sqrt(x)).
         used: how many primes exps have used up on the way to it.
         drawn: how many drawn roots it is a product of.
     """
@@ -57,12 +57,12 @@ class Root(NamedTuple):
 
 
 class Square(NamedTuple):
-    """What a root is of.
+    """The argument of a root.
 
     Attributes:
         number: uint64 [components].
         used: how many primes exps have used up on the way to it.
-        is_power: whether it is a product of exps, of which a law gives the root.
+        is_power: whether it is a product of exps: a law gives its root.
     """
 
     number: np.ndarray
@@ -71,10 +71,10 @@ class Square(NamedTuple):
 
 
 class Multiple(NamedTuple):
-    """What the root of a number is: a known multiple of a root.
+    """The root of a number, as a known multiple of a root of this run.
 
     Attributes:
-        id: that of the root.
+        id: the id of the root.
         factor: uint64 [components]; None for 1.
     """
 
@@ -89,12 +89,12 @@ class Multiple(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What the product of two roots is: times a factor it is a multiple of a root.
+    """The product of two roots, as a multiple of a root: the product of their numbers times `factor`.
 
     Attributes:
         factor: uint64 [components].
-        id: that of the root.
-        degree: of the factor times the product of both roots.
+        id: the id of the root of which it is a multiple.
+        degree: the degree of the factor times both roots.
     """
 
     factor: np.ndarray
@@ -108,12 +108,12 @@ class Roots:
     Attributes:
         ids: by the residues of a root, its id.
         by_square: by the residues of a number, its root.
-        squares: by the residues of a root, what it is of.
+        squares: by the residues of a root, its argument.
         products: of two roots, by their ids.
         of_powers: whether a product of exps was taken to a power that is no whole number.
         degree: a bound of the degree of all roots.
-        degree_of_squares: the same of what they are the roots of.
-        degree_of_inverses: and of its inverses.
+        degree_of_squares: a bound of the degree of their arguments.
+        degree_of_inverses: a bound of the degree of the inverses of their arguments.
     """
 
     def __init__(self, moduli: np.ndarray):
@@ -126,7 +126,7 @@ class Roots:
         self.products: dict[tuple[int, int], Product] = {}
         self.of_powers = False
         self.degree: Degree = CONSTANT
-        # Of what drawn roots are of; a product of three roots is of a product of three such numbers.
+        # Bounds for the argument of one drawn root. The argument of a product of three roots is a product of three.
         self._degree_of_one_square: Degree = CONSTANT
         self._degree_of_one_inverse: Degree = CONSTANT
         self._most_drawn = 1
@@ -147,11 +147,11 @@ class Roots:
         return self._degree_of_one_inverse.to_the(self._most_drawn)
 
     def add_degree_of_squares(self, degree: Degree) -> None:
-        """A bound of the degree of what some more drawn roots are of."""
+        """Adds a bound of the degree of the arguments of more drawn roots."""
         self._degree_of_one_square = self._degree_of_one_square.plus(degree)
 
     def add_degree_of_inverses(self, degree: Degree) -> None:
-        """The same of its inverses."""
+        """Adds a bound of the degree of the inverses of these arguments."""
         self._degree_of_one_inverse = self._degree_of_one_inverse.plus(degree)
 
     def add(self, root: Root, key: bytes, key_of_inverse: bytes) -> int:
@@ -177,7 +177,7 @@ class Roots:
         return self._take(self._corrections, ids)
 
     def ids_of_squares(self, ids: np.ndarray) -> np.ndarray:
-        """int32 [...]: of which roots the squares are multiples."""
+        """int32 [...]: the ids of the roots of which the squares of these roots are multiples."""
         self._build_tables()
         return self._ids_of_squares[ids]
 

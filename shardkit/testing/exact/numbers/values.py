@@ -1,4 +1,4 @@
-"""What stands for an array of floats in a proof: numbers of the field, what is known of each, and their real values.
+"""`Exact` stands for an array of floats in a proof: numbers of the field, known facts of each, and real values.
 
 Worked example: the value of `x / 2` where x is an input that was drawn as 3.0 has, modulo each prime p, the number
 x * (p + 1) / 2 for x's random number, the real value 1.5, and degree 1, that of a linear function of the inputs.
@@ -31,7 +31,7 @@ class Degree(NamedTuple):
     of at most d / p.
 
     Worked example: x x / y has degree 3 in x, x and the inverse of y. It is Degree(3, {1: (1, 1)}) if y was the first
-    divisor: one term has the inverse once, and what is divided by has degree 1.
+    divisor: one term has the inverse once, and the divisor has degree 1.
 
     Attributes:
         total: the degree.
@@ -94,11 +94,11 @@ class Element(NamedTuple):
 class Exact:
     """An array of numbers of the field, `number + log(factor)`.
 
-    A logarithm is kept as what it is of, so that exp gives that back: log(x y) + 1 has the factor x y and the number 1.
-    Most arrays have no factor.
+    A logarithm is kept as its argument, the factor, so that exp gives it back: log(x y) + 1 has the factor x y and the
+    number 1. Most arrays have no factor.
 
     The leading dim of `number` and `factor` has their components, prime by prime and point by point. The leading dim
-    of `facts` has what is known of each element, in five rows:
+    of `facts` has the known facts of each element, in five rows:
 
     - SIGN: 1 where it is not negative, -1 where it is not positive, 0 where nothing is known;
     - INFINITE: HUGE or TRULY, negative for minus, else 0;
@@ -112,10 +112,10 @@ class Exact:
         real: float64 [1, ...], the values for the inputs that were drawn.
         factor: uint64 [components, ...]; None for 1.
         degree: bounds of its degree.
-        roots: int32 [1, ...], the id of the square root of which an element is a multiple (`roots.py`), 0 where none is
-            known; None where none is known for any.
-        is_power: whether all elements are products of exps, and of their powers, or no numbers: a power of 4 modulo
-            each prime, of which any root is another one. Only the laws of roots use it.
+        roots: int32 [1, ...], the id of the square root of which an element is a multiple (`roots.py`), 0 if it is a
+            multiple of no known root; None if no element is.
+        is_power: whether all elements are NaN, or products of exps and of their powers. Such a number is a power of 4
+            modulo each prime, so that its roots are known powers too. Only the laws of roots use it.
     """
 
     # The parts that `move` moves, each behind its leading dim.
@@ -179,7 +179,7 @@ class Exact:
 
     @property
     def roots_or_zeros(self) -> np.ndarray:
-        """int32 [1, ...]: the ids of roots, 0 for numbers of which none is known."""
+        """int32 [1, ...]: the ids of roots, 0 for numbers that are multiples of no known root."""
         if self.roots is None:
             return np.zeros((1, *self.shape), np.int32)
         return self.roots
@@ -199,7 +199,7 @@ class Exact:
         return self.move(lambda part: np.take(part, i, dim + 1))
 
     def with_sign(self, sign: int) -> Exact:
-        """The same numbers, of which the sign is known."""
+        """The same numbers, with a sign that is known for all inputs."""
         facts = build_facts(self.shape, sign, self.infinite, self.used[0], self.used[1], self.poison)
         return replace(self, facts=facts)
 

@@ -1,7 +1,7 @@
-"""Comparisons, and what chooses one of two numbers by one: max, abs, sign, clamp, select.
+"""Comparisons, and primitives that choose one of two numbers by a comparison: max, abs, sign, clamp, select.
 
-A comparison looks at the keys of numbers (`orders.py`), and is noted by the `Coverage` of a proof: where it went one
-way only, the proof runs again in an order in which it goes the other way.
+A comparison looks at the keys of numbers (`orders.py`), and is noted by the `Coverage` of a proof. If it went only one
+way, the proof runs again in an order in which it goes the other way.
 
 Worked example: `max(x, 0)` compares x >= 0 and takes x or 0, element by element. In a draw in which all x are positive
 the result is x, and so it is in a wrong program that computes x alone. The comparison is noted as one that never
@@ -54,14 +54,15 @@ def compare_totally(scope: Scope, equation: Any, x: Operand, y: Operand) -> Know
 
 
 def put_nan_last(keys: np.ndarray) -> np.ndarray:
-    """Keys in which what is no number is as large as infinity."""
+    """Keys in which NaN is as large as infinity."""
     return np.where(np.isnan(keys), np.inf, keys)
 
 
 def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     """eq and ne: numbers are equal where they are so in the field, and have a place in the order."""
     x, y = scope.lift(x, y)
-    # First, because logarithms are compared by what they are of, which the keys make numbers of.
+    # Before the keys, because `find_keys` turns a logarithm into a number: here logarithms are compared by their
+    # arguments.
     has_equal_numbers = find_equal(scope.field, x, y)
     # NaN has no place in the order: it is not equal to itself, though its residues are.
     has_equal_keys = find_keys(scope.field, x) == find_keys(scope.field, y)
@@ -78,7 +79,7 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """max and min; NaN if one of both is.
 
     Worked example: `max(x, 0)` where x was drawn as -0.7. The keys are -0.7 and 0, so the result is 0, which is noted
-    as the outcome of `x >= 0` at this line. Its sign is known to be positive for all inputs, because that of 0 is.
+    as the outcome of `x >= 0` at this line. The result is known to be at least 0 for all inputs, because 0 is.
     """
     x, y = scope.lift(x, y)
     x_keys = find_keys(scope.field, x)

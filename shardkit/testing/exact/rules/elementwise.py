@@ -19,7 +19,7 @@ from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Known, Operand
 from shardkit.testing.exact.rules.scope import Scope
 
-_LARGEST_POWER = 1024  # up to which pow is a product
+_LARGEST_POWER = 1024  # up to this exponent pow is a product
 
 
 def add(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
@@ -38,7 +38,7 @@ def negate(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """A product; of a value with itself it is a square, which is positive."""
+    """A product. The product of a value with itself is a square, and is known not to be negative."""
     # x * x is not negative, and x * y may be: so a variance is known to have a root.
     is_square = equation.invars[0] is equation.invars[1]
     x, y = scope.lift(x, y)
@@ -69,7 +69,7 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """pow: of a known exponent a product if it is whole, by roots if it is quarters; else uninterpreted."""
+    """pow: a product for a known whole exponent, by roots for quarters; for other exponents uninterpreted."""
     field = scope.field
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
@@ -97,7 +97,7 @@ def _raise_exp(field: Field, x: Exact, exponent: Fraction) -> Exact:
 
 
 def _multiply_roots_of(field: Field, x: Exact, quarters: int) -> Exact:
-    """x to so many quarters: x**1.5 is the third power of its root, x**0.75 that of the root of its root."""
+    """x to the power quarters / 4: x**1.5 is sqrt(x)**3, and x**0.75 is sqrt(sqrt(x))**3."""
     root = square_root(field, x)
     if quarters % 2 == 0:
         return arithmetic.power(field, root, quarters // 2)
@@ -168,7 +168,7 @@ def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exa
 
 
 def is_finite(scope: Scope, equation: Any, x: Exact) -> Known:
-    """is_finite: inputs are, and what follows from them unless it divides by zero."""
+    """is_finite: inputs are finite, and so are their results unless a program divides by zero."""
     return (x.poison == 0) & ~x.is_truly_infinite
 
 

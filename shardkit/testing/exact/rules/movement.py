@@ -30,7 +30,7 @@ from shardkit.testing.exact.rules.binding import bind_primitive
 from shardkit.testing.exact.rules.operands import Known, Operand, is_key, require_known
 from shardkit.testing.exact.rules.scope import Scope
 
-# Of one operand, after `lead` other dims
+# Rules for one operand, whose dims begin after `lead` other dims
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -85,10 +85,10 @@ MOVES_OF_ONE: dict[str, Callable[[np.ndarray, int, Any], np.ndarray]] = {
 }
 
 
-# Of several operands, by places
+# Rules for several operands, by the places of their elements
 
 
-# Of the operands of a primitive, those that are moved, as a slice; the others are indices.
+# Which operands of a primitive are moved, as a slice of its operands; the others are indices.
 MOVED_OPERANDS: dict[str, slice] = {
     "gather": slice(0, 1),
     "dynamic_slice": slice(0, 1),
@@ -109,7 +109,7 @@ def move_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Know
     """The results of a primitive that moves elements of known arrays."""
     moved = _list_moved(equation.primitive.name, operands)
     sources = [operands[index] for index in moved]
-    # [*ones, 1]: one element more, for what is out of bounds.
+    # [*ones, 1]: one more element, which is read out of bounds.
     sources.append(np.full((1,) * (rank + 1), _fill_value(equation), sources[0].dtype))
     lead = np.broadcast_shapes(*(x.shape[:rank] for x in sources))
     source = _flatten_sources([x[None] for x in sources], lead)
@@ -129,7 +129,7 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
             require_known(x, name)
     places_of_results = _find_places(equation, operands, moved, scope.rank)
     sources = [scope.lift_one(operands[index]) for index in moved]
-    # One element more, [*ones], for what is out of bounds.
+    # One more element, [*ones], which is read out of bounds.
     filling = _fill_value(equation)
     sources.append(scope.field.lift(np.full((1,) * scope.rank, filling)))
     lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
@@ -144,7 +144,7 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     roots = None
     if any(x.roots is not None for x in sources):
         roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
-    # Of what is no number any power is none.
+    # NaN as a filling does no harm: any power of NaN is NaN.
     is_power = all(x.is_power for x in sources[:-1]) and bool(np.isnan(filling))
     source = Exact(number, facts, real, factor, degree, roots, is_power)
     results = []
@@ -165,7 +165,7 @@ def _flatten_sources(parts: Sequence[np.ndarray], lead: Sequence[int]) -> np.nda
 
 
 def _fill_value(equation: Any) -> Any:
-    """What a gather reads out of bounds, as in jax: its `fill_value`, or NaN for floats and an extreme for integers."""
+    """The value that a gather reads out of bounds in jax: `fill_value`, or NaN for floats, an extreme for integers."""
     fill_value = equation.params.get("fill_value")
     result = equation.outvars[0].aval
     if fill_value is not None or is_key(result):
@@ -176,13 +176,13 @@ def _fill_value(equation: Any) -> Any:
 
 
 def _find_places(equation: Any, operands: Sequence[Any], moved: Sequence[int], rank: int) -> list[np.ndarray]:
-    """Where a primitive takes each element of its results from: its place in all operands that are moved, in a row.
+    """For each element of a primitive's results, the place of its source: all moved operands are flat, in a row.
 
-    The place after the last element stands for what is read out of bounds.
+    The place after the last element stands for a read out of bounds.
     """
-    # A pad of x [3] with one filling: the places of x are [0, 1, 2], that of the filling is 3.
+    # Worked example: a pad of x [3] with one filling. The places of x are [0, 1, 2], the place of the filling is 3.
     total = 0
-    # Operands that are indices stay as they are; those that are moved become places.
+    # Operands that are indices stay as they are; moved operands become arrays of places.
     places = list(operands)
     for number in moved:
         shape = operands[number].shape[rank:]
@@ -208,7 +208,7 @@ def _find_places(equation: Any, operands: Sequence[Any], moved: Sequence[int], r
 
 
 def _find_padded_places(x: np.ndarray, filling: np.ndarray, config: Any, rank: int) -> np.ndarray:
-    """The places of a pad: low, high and between the elements of each dim; less than none cuts elements off.
+    """The places of a pad, which fills before, after and between the elements of each dim; below 0 it cuts elements.
 
     Worked example: [a, b, c] with low -1, high 2 and one between is [_, b, _, c, _, _]. Spread by the step 2 the
     elements stand at -1, 1 and 3: a is cut off, so b and c go to 1 and 3.

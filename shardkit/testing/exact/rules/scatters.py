@@ -1,11 +1,11 @@
-"""scatter and scatter-add: elements written to, or added at, places that integers say.
+"""scatter and scatter-add: updates that are written, or added, to elements of an array at integer indices.
 
-A scatter is the transpose of a gather: the place that an update is written to is the one that a gather with the same
-numbers reads. So jax's own gather, applied to the places of the elements, says where each update goes.
+A scatter is the transpose of a gather: an update is written to the place from which a gather with the same indices
+reads. So jax's own gather, applied to an array that has its own place at each element, tells where each update goes.
 
-Worked example: `x.at[jnp.array([2, 0, 5])].add(u)` with x of three elements. The gather of the places [0, 1, 2] reads
-[2, 0, 3], where 3 is what is out of bounds. u_0 is added to x_2, u_1 to x_0, and u_2 to one more element after x,
-which is dropped.
+Worked example: `x.at[jnp.array([2, 0, 5])].add(u)` with x of three elements. The gather reads [2, 0, 3] from the places
+[0, 1, 2]: 3 is the fill value, because index 5 is out of bounds. u_0 is added to x_2, u_1 to x_0, and u_2 to one more
+element after x, which is dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Writing(NamedTuple):
     Attributes:
         lead: the sizes of the mesh dims.
         shape: the shape of the operand on one device.
-        places: int [devices, updates], places in the flat operand; its size for what is out of bounds.
+        places: int [devices, updates], places in the flat operand; its size for updates that are out of bounds.
     """
 
     lead: tuple[int, ...]
@@ -50,7 +50,7 @@ class _Writing(NamedTuple):
         """A part [components, ...] of an operand, with the same part of the updates written into it, or added."""
         old = self._flatten(old)
         new = self._flatten(new)
-        # One element after the operand takes what is out of bounds, and is dropped.
+        # One more element after the operand gets the updates that are out of bounds, and is dropped.
         last = np.zeros((*old.shape[:2], 1), old.dtype)
         result = np.concatenate([old, last], -1)
         devices = np.arange(len(self.places))[:, None]
@@ -89,19 +89,17 @@ def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updat
 
 
 def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, updates: Exact) -> _Writing:
-    """Where the updates go: jax's gather of the places of all elements, with the numbers of the scatter."""
+    """Finds where the updates go: jax gathers the places of all elements, with the dimension numbers of the scatter.
+
+    Worked example: `x.at[jnp.array([3, 1])].set(rows)` of x[5, 3] and rows[2, 3]. The places of the elements of x are
+    [[0, 1, 2], [3, 4, 5], ...]. The gather of rows 3 and 1 is [[9, 10, 11], [3, 4, 5]]: the first row of updates goes
+    to the places 9, 10 and 11 of the flat x.
+    """
     rank = scope.rank
     numbers = equation.params["dimension_numbers"]
     shape = operand.shape[rank:]
     size = math.prod(shape)
-    # The window of one update has size 1 along the dims that the updates do not have.
-    # `x.at[i].set(row)` of x [5, 3]: the index dim 0 is inserted, so the window is [1, 3].
-    missing_dims = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window_dims = [dim for dim in range(len(shape)) if dim not in missing_dims]
-    update_shape = equation.invars[2].aval.shape
-    sizes = [1] * len(shape)
-    for dim, update_dim in zip(window_dims, numbers.update_window_dims, strict=True):
-        sizes[dim] = update_shape[update_dim]
+    window_sizes = _find_window_sizes(numbers, shape, equation.invars[2].aval.shape)
     gather_numbers = lax.GatherDimensionNumbers(
         offset_dims=numbers.update_window_dims,
         collapsed_slice_dims=numbers.inserted_window_dims,
@@ -109,16 +107,16 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
         operand_batching_dims=numbers.operand_batching_dims,
         start_indices_batching_dims=numbers.scatter_indices_batching_dims,
     )
-    elements = jnp.arange(size, dtype=jnp.int32).reshape(shape)
-    mode = "fill"  # what is out of bounds is written nowhere
+    places_of_elements = jnp.arange(size, dtype=jnp.int32).reshape(shape)
+    mode = "fill"  # an update that is out of bounds gets the place `size`, which is dropped
     if equation.params["mode"] == lax.GatherScatterMode.CLIP:
         mode = "clip"
 
     def read_places(indices_of_device: Any) -> Any:
         starts = jnp.asarray(indices_of_device)
-        return lax.gather(elements, starts, gather_numbers, tuple(sizes), mode=mode, fill_value=size)
+        return lax.gather(places_of_elements, starts, gather_numbers, window_sizes, mode=mode, fill_value=size)
 
-    # Where one of the three differs between devices, all get a row for each device.
+    # If operand, indices or updates differ between devices, there is a row of places for each device.
     lead = np.broadcast_shapes(*(x.shape[:rank] for x in (operand, indices, updates)))
     devices = math.prod(lead)
     index_shape = indices.shape[rank:]
@@ -127,10 +125,24 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
     return _Writing(lead, shape, places)
 
 
+def _find_window_sizes(numbers: Any, shape: tuple[int, ...], update_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The size of one update's window along each dim of the operand.
+
+    Worked example: `x.at[i].set(row)` of x[5, 3]. Dim 0 is indexed, and the update does not have it: an inserted window
+    dim, of size 1. Dim 1 is dim 0 of the row. So the window is (1, 3).
+    """
+    missing_dims = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window_dims = [dim for dim in range(len(shape)) if dim not in missing_dims]
+    sizes = [1] * len(shape)
+    for dim, update_dim in zip(window_dims, numbers.update_window_dims, strict=True):
+        sizes[dim] = update_shape[update_dim]
+    return tuple(sizes)
+
+
 def _add_facts(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) -> np.ndarray:
     """The facts of the sums of a scatter-add."""
     facts = writing.write(operand.facts, updates.facts, False)
-    # Which updates reach an element is not looked at: a sign holds where all numbers have it.
+    # Nothing here tells which updates reach an element: a sign is known only if all numbers have it.
     facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
     facts[USED] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
     infinite = writing.write(_as_part(operand.infinite), _as_part(updates.infinite), True)

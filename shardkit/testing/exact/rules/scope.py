@@ -1,4 +1,4 @@
-"""What every rule gets beside an equation and its operands: the field, the dims of the mesh, the line."""
+"""What every rule is given beside an equation and its operands: the field, the mesh's dims and the source line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit.testing.exact.rules.operands import Known, Operand, lift_operand
 
 @dataclass(frozen=True)
 class Scope:
-    """What every rule gets beside the equation and its operands.
+    """The further argument of every rule, beside an equation and its operands.
 
     Attributes:
         field: the arithmetic.
@@ -28,7 +28,7 @@ class Scope:
     around: str = ""
 
     def lift(self, *operands: Operand) -> list[Exact]:
-        """Operands in the field, with dims that broadcast: scalars get dims after those of the mesh."""
+        """Operands in the field, with dims that broadcast: scalars get dims of size 1 after the dims of the mesh."""
         # On a mesh of two devices, a scalar [2] and an array [1] + [4, 3] become [2] + [1, 1] and [1] + [4, 3].
         arrays = [self.lift_one(x) for x in operands]
         dims = max(len(x.shape) for x in arrays)
@@ -79,5 +79,5 @@ class Scope:
         return source_line(equation, self.around)
 
     def reduced_dims(self, equation: Any) -> list[int]:
-        """The dims of a reduction, after those of the mesh."""
+        """The dims of a reduction, counted with the dims of the mesh in front."""
         return [self.rank + dim for dim in equation.params["axes"]]

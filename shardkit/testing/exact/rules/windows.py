@@ -1,8 +1,8 @@
-"""What convolutions, pooling and its gradients mean in the field.
+"""Rules for convolutions, pooling and its gradients in the field.
 
-All of them read windows of an array. The places of all windows in the flat array, [windows, elements of one], are
-integers, and what is left is a matmul, a sum or a maximum over the last dim. What a window reads from the padding or
-between dilated elements is one element more, after those of the array.
+All of them read windows of an array. The places of all windows in the flat array, [windows, elements of a window], are
+integers. After reading them, only a matmul, a sum or a maximum over the last dim remains. Padding, and gaps between
+dilated elements, are read from one more element after the array.
 
 Worked example: windows of 3 over [a, b, c, d] with stride 2 and a zero on each side are the places [[4, 0, 1],
 [1, 2, 3]] of [a, b, c, d, 0].
@@ -27,7 +27,7 @@ from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.scope import Scope
 
-# What padding is, by how a window is reduced: what changes no result.
+# The value of padding for each reduction: it changes no result.
 _NEUTRAL = {"add": 0.0, "mul": 1.0, "max": -math.inf, "min": math.inf}
 
 
@@ -35,10 +35,10 @@ class WindowDim(NamedTuple):
     """Windows along one dim.
 
     Attributes:
-        size: elements of the array.
-        windows: how many there are.
-        reads: elements of one.
-        stride: from one to the next.
+        size: the number of elements of the array.
+        windows: the number of windows.
+        reads: the number of elements of a window.
+        stride: the distance from a window to the next.
         padding: before the first element and after the last one, negative where elements are cut off.
         spread: how far the array's elements are apart, with nothing between them.
         step: from one element of a window to the next.
@@ -80,7 +80,7 @@ def _list_window_dims(
 
 
 def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
-    """int64 [windows, elements of one]: places in the flat array, its size for what is none of its elements."""
+    """int64 [windows, elements of a window]: places in the flat array; its size for padding and gaps."""
     places = np.zeros((1, 1), np.int64)
     is_inside = np.ones((1, 1), bool)
     for dim in dims:
@@ -129,7 +129,7 @@ def _append(field: Field, x: Exact, filling: float) -> Exact:
 
 
 def _read_windows(field: Field, x: Exact, places: np.ndarray, filling: float) -> Exact:
-    """What windows over the last dim read: [..., windows, elements of one]."""
+    """The elements that windows over the last dim read: [..., windows, elements of a window]."""
     return _append(field, x, filling).move(lambda part: np.take(part, places, -1))
 
 
@@ -137,10 +137,10 @@ def _read_windows(field: Field, x: Exact, places: np.ndarray, filling: float) ->
 
 
 def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
-    """conv_general_dilated: a matmul of what windows read, for each group of features and of examples.
+    """conv_general_dilated: a matmul of windows with the kernel, for each group of features and of examples.
 
-    Worked example: images [N, C, 6, 6] and a kernel [F, C, 3, 3] have 16 windows of 9 elements. What they read is
-    [N * 16, C * 9], the kernel is [C * 9, F], and their product [N * 16, F] becomes [N, F, 4, 4].
+    Worked example: images [N, C, 6, 6] and a kernel [F, C, 3, 3] have 16 windows of 9 elements. The elements that the
+    windows read are [N * 16, C * 9], the kernel is [C * 9, F], and the product [N * 16, F] becomes [N, F, 4, 4].
     """
     field = scope.field
     rank = scope.rank
@@ -166,9 +166,10 @@ def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
 
 
 def _read_patches(scope: Scope, images: Exact, places: np.ndarray, example_groups: int, feature_groups: int) -> Exact:
-    """What all windows of images [N, C, *sizes] read: [groups, examples * windows, channels * elements of a window].
+    """The elements that the windows of images [N, C, *sizes] read.
 
-    A group has a part of the examples and a part of the channels; one of both numbers of groups is 1.
+    They are [groups, examples * windows, channels * elements of a window]. A group has a part of the examples or a part
+    of the channels: one of the two numbers of groups is 1.
     """
     rank = scope.rank
     windows, reads_of_window = places.shape
@@ -267,7 +268,7 @@ def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
 
 
 def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> np.ndarray:
-    """float64 [..., windows, elements of one]: the order of what windows read."""
+    """float64 [..., windows, elements of a window]: the keys of the elements that windows read."""
     if isinstance(x, Exact):
         keys = find_keys(scope.field, x)
     else:
@@ -326,10 +327,11 @@ def _find_reducer(body: Any) -> str:
 
 
 def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand) -> Exact:
-    """select_and_scatter_add: each window gives its value to its extreme element, and an element adds what it gets.
+    """select_and_scatter_add: each window gives its value to its extreme element, which sums the values that it gets.
 
-    For each j, an element is the j-th one of at most one window. So there are as many terms as a window has elements:
-    term j is the value of the window in which the element is the j-th, if it is the extreme there, and else zero.
+    For each j, an element is the j-th element of at most one window. So the sum has a term for each element of a
+    window: term j is the value of the window in which the element is the j-th, if it is the extreme there, and else
+    zero.
 
     Worked example: the array [a, b, c, d], with a < b, b > c and c < d, windows of 2 with stride 1, and their values
     [u, v, w]. The places are [[0, 1], [1, 2], [2, 3]], and the extremes b, b and d have the places [1, 1, 3].
@@ -349,7 +351,7 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
     windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
     for j, places_of_j in enumerate(places.T):
         windows[j, places_of_j] = np.arange(no_window)
-    windows = windows[:, :size]  # without what the padding is
+    windows = windows[:, :size]  # without the padding
     # `no_window` has no extreme: `size` is the place of no element.
     none = np.full((*extremes.shape[:-1], 1), size)
     extremes = np.concatenate([extremes, none], -1)
@@ -361,9 +363,9 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
 
 
 def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Operand) -> Exact:
-    """select_and_gather_add: the tangent of each window's largest, or smallest, element, of equal ones the first.
+    """select_and_gather_add: the tangent of each window's largest, or smallest, element; the first of equal elements.
 
-    Compilers choose among equal ones as they like: what a proof says of gradients, it says where inputs differ.
+    A compiler may choose any of equal elements: a proof about gradients holds for inputs without equal elements.
     """
     places = _find_pooled_places(equation, equation.invars[1], equation.outvars[0])
     extremes = _find_first_extremes(scope, equation, x, places)
@@ -372,9 +374,9 @@ def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Oper
 
 
 def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.ndarray) -> np.ndarray:
-    """int64 [..., windows]: the place of the largest, or smallest, element of each, of equal ones the first.
+    """int64 [..., windows]: the place of each window's largest, or smallest, element; the first of equal elements.
 
-    Noted as a comparison of all elements of a window with that one, as the gradient of `reduce_max` makes it.
+    It is noted as a comparison of all elements of a window with the chosen one, as in the gradient of `reduce_max`.
     """
     largest = equation.params["select_prim"].name == "ge"
     filling = _NEUTRAL["min"]
@@ -385,7 +387,7 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
     best = keys[..., 0]
     for j in range(1, keys.shape[-1]):
         key = keys[..., j]
-        # Of equal keys the first stays.
+        # The first of equal keys stays.
         stays = best >= key if largest else best <= key
         chosen = np.where(stays, chosen, j)
         best = np.where(stays, best, key)
