@@ -5,7 +5,8 @@ import pytest
 from faults import lines
 
 # What a run of `python tests/faults/lines.py` found: from these on it has become worse.
-FEWEST = {"development": 35, "held_out": 26, "fresh": 17, "unseen": 19, "third": 17, "fourth": 14, "fifth": 28}
+FEWEST = {"development": 36, "held_out": 32, "fresh": 17, "unseen": 19, "third": 18, "fourth": 14}
+FEWEST |= {"fifth": 29, "sixth": 12}
 HALVES = {
     "development": lines.DEVELOPMENT,
     "held_out": lines.HELD_OUT,
@@ -14,6 +15,7 @@ HALVES = {
     "third": lines.THIRD,
     "fourth": lines.FOURTH,
     "fifth": lines.FIFTH,
+    "sixth": lines.SIXTH,
 }
 # One of a kind each: a collective over another axis, a local count, a mask, an offset, a permutation, a term.
 QUICK = ("sinkhorn", "k_means", "window", "embedding_offset", "next_token", "mlp_bias")
