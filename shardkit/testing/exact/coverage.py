@@ -80,11 +80,11 @@ class Decision:
 
     @property
     def outcome(self) -> str:
-        """What it always was."""
+        """The outcome in all draws."""
         return "true" if self.held.any() else "false"
 
     def add(self, other: Decision) -> None:
-        """What it was in another draw."""
+        """Adds the outcomes of another draw."""
         self.held, self.failed = self.held | other.held, self.failed | other.failed
         if other.words:  # else nothing was told apart, and nothing is known to be decided
             self.decided = self.decided & other.decided
@@ -100,9 +100,9 @@ class Coverage:
     Attributes:
         decisions: by side, equation, part of it and number of dims.
         constants: the logarithms of constants that are compared, but for their signs.
-        side: that of the program that runs.
+        side: the side of the program that runs.
         identifies: whether the differences of numbers are told apart, which takes longer than all else here.
-        differences: those of the run, where they are asked for.
+        differences: the differences of compared numbers in the run, where they are asked for.
         tried: by side, equation and part, the elements that some input was to make equal.
         choices: by side, equation, part and number of dims, which elements were chosen, as the largest of a row.
         roundings: by side, equation and number of dims, what is rounded to integers, as `words`.
@@ -122,7 +122,7 @@ class Coverage:
     def note(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: tuple[Exact, Exact], part: str = ""
     ) -> None:
-        """What a comparison of floats gave."""
+        """Notes the outcomes of a comparison of floats."""
         x, y = operands
         if self.differences is not None:
             self.differences.note((self.side, id(equation), part), field, x, y)
@@ -144,7 +144,7 @@ class Coverage:
         self._add(equation, part, decision)
 
     def note_jump(self, field: Field, equation: Any, x: Exact, jump: Exact) -> None:
-        """What is rounded, and where it jumps to the next integer: inputs are put there."""
+        """Notes a number that is rounded, and where it jumps to the next integer: inputs are put there."""
         if self.differences is not None and x.degree.total:
             self.differences.note((self.side, id(equation), JUMP), field, x, jump)
 
@@ -158,7 +158,7 @@ class Coverage:
             self.coincidences[line] = equation.primitive.name
 
     def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
-        """What is divided by, or what a logarithm is taken of: inputs are put where it is zero."""
+        """Notes a divisor, or the argument of a logarithm: inputs are put where it is zero."""
         if self.differences is not None and x.degree.total:
             zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
             self.differences.note((self.side, id(equation), DIVISOR), field, x, zero)
@@ -166,7 +166,7 @@ class Coverage:
     def note_integers(
         self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: Sequence[np.ndarray]
     ) -> None:
-        """What a comparison of integers gave that follow from floats."""
+        """Notes the outcomes of a comparison of integers that follow from floats."""
         for x in operands:
             if self.identifies and not field.marks.follows_floats(x):
                 self.constants |= _logarithms(np.abs(x[x != 0].astype(np.float64)))
@@ -175,7 +175,7 @@ class Coverage:
             self._add(equation, "", Decision(line, equation.primitive.name, INTEGERS, truth, ~truth, never))
 
     def note_joined(self, field: Field, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
-        """What several comparisons of floats gave together."""
+        """Notes the outcomes of several comparisons of floats that are joined, as by `and`."""
         if field.kind != "zero":
             never = np.zeros(truth.shape, bool)
             self._add(equation, part, Decision(line, equation.primitive.name + part, ORDER, truth, ~truth, never))

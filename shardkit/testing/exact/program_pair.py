@@ -42,11 +42,11 @@ Side = Callable[[Field, Seen | None], list[Operand]]
 
 
 class UnprovableError(ValueError):
-    """What cannot be proved for all inputs."""
+    """Two programs cannot be proved equal for all inputs."""
 
 
 class UndecidedError(UnprovableError):
-    """What is neither proved nor refuted."""
+    """Two programs are neither proved equal nor shown to differ."""
 
 
 class Evidence(NamedTuple):
@@ -54,9 +54,9 @@ class Evidence(NamedTuple):
 
     Attributes:
         field: of the first run.
-        degree: bounds of that of the results, in all draws.
-        draws: of real inputs.
-        orders: random ones.
+        degree: bounds of the degree of the results, in all draws.
+        draws: the number of draws of real inputs.
+        orders: the number of random orders.
         decisions: all comparisons that could go both ways.
         foreign: those of them that only one side makes.
         outside: the line where a value was outside of the domain of a function in a draw; "" if none was.

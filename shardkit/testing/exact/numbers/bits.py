@@ -1,7 +1,7 @@
 """Floats as the integers of their bits, and back: a kernel that sends bits in place of floats is proved too.
 
-Residues have no bits. In their place stands a random word for each float, of which the field remembers the float. So
-what is sent as bits arrives as it was, and an integer that is nobody's bits is a float of which nothing is known.
+Residues have no bits. The bits of a float are therefore a random word, and the field remembers the float of each word.
+So a float that is sent as its bits arrives as it was. An integer that is no float's word becomes an unknown float.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardkit.testing.exact.numbers.values import INPUT, POISON, Exact, build_fa
 
 
 def to_bits(field: Field, x: Exact) -> Exact:
-    """Random integers, from which `from_bits` comes back."""
+    """The words of floats: random integers, of which `from_bits` gives the floats."""
     x = to_number(field, x)
     words = field.residues.hash("bits", x.number)
     # The word is a random function of the residues alone: equal floats have equal bits.
@@ -30,14 +30,14 @@ def to_bits(field: Field, x: Exact) -> Exact:
 
 
 def from_bits(field: Field, x: Exact) -> Exact:
-    """The floats of these bits; of integers that are no float's bits, unknown ones."""
+    """The floats of these words; an integer that is no float's word gives an unknown float."""
     # Where no float is remembered, as for bits with a mask applied, the float is a random function of the integer.
     unknown = apply_function(field, "of bits", x)
     number = unknown.number.reshape(len(unknown.number), -1).copy()
     facts = unknown.facts.reshape(len(unknown.facts), -1).copy()
     real = unknown.real.reshape(len(unknown.real), -1).copy()
     for i, word in enumerate(list_columns(x.number)):
-        if facts[POISON, i]:  # what is no number arrives as none
+        if facts[POISON, i]:  # bits of NaN arrive as NaN
             continue
         if not word.any():  # the bits of 0.0
             number[:, i] = 0

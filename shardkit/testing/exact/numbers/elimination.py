@@ -1,12 +1,13 @@
 """Elimination with matrices of the field: substitution, LU, solutions, Cholesky's factor, rank.
 
-All of it is sums, products and quotients, and so exact, but for the roots on the diagonal of Cholesky's factor. The
-pivots of LU are those of the real values, as LAPACK chooses them; what is solved does not depend on them.
+Elimination has only sums, products and quotients, and so is exact, but for the roots on the diagonal of Cholesky's
+factor. The pivots of LU are chosen by the real values, as LAPACK chooses them; a solution does not depend on them.
 
 Matrices are the last two dims of arrays; the dims in front are of a mesh and of a batch.
 
-Degrees are not those of the loops, which double in each step. The elements of an inverse or of a solution are
-quotients of determinants (Cramer): a determinant of n rows has degree n, and the divisor is one determinant.
+Degrees are not counted along the loops, where they would double in each step. The elements of an inverse or of a
+solution are quotients of determinants (Cramer): a determinant of n rows has degree n, and the divisor is one
+determinant.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
         return a
     x = a
     pivots = []
-    # [...], one for each matrix: what is singular is outside of the domain, as sqrt(-1) is.
+    # [...], one for each matrix: a singular matrix is outside of the domain, as -1 is outside of the domain of sqrt.
     singular = np.zeros(a.shape[:-2], bool)
     for k in range(n):
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
@@ -196,7 +197,7 @@ def _degree_of_solution(field: Field, a: Exact, b: Exact) -> Degree:
 
 
 def degree_over_determinants(field: Field, a: Exact, n: int, count: int) -> Degree:
-    """The degree of the inverses of so many determinants of n rows, at most, of each matrix."""
+    """The degree of the inverses of `count` determinants of each matrix, with at most n rows each."""
     if not a.degree.total:
         return CONSTANT
     matrices = math.prod(a.shape[:-2])

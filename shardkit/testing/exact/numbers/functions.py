@@ -61,31 +61,31 @@ def _divide_integers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> Exact:
-    """An uninterpreted function of each element; its real values are those of the function of that name."""
+    """An uninterpreted function of each element, with the real values of the function of that name."""
     field.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
     # The residues of all arguments make one random residue, with another hash for each name and place.
     number = field.residues.hash(name, *(x.number for x in arguments))
-    # What the worst of the arguments has used up has no meaning in the result either.
+    # A prime that one of the arguments has used up has no meaning in the result either.
     used = arguments[0].used[0]
     poison = arguments[0].poison
     for x in arguments[1:]:
         used = np.maximum(used, x.used[0])
         poison = np.maximum(poison, x.poison)
-    # A gradient through tanh of a padded row must vanish: what is known at zero is kept.
+    # Values at zero are known, as tanh(0) = 0, and are kept: a gradient through tanh of a padded row must vanish.
     if name in _ZERO_AT_ZERO:
         number = np.where(field.is_zero(arguments[0]), np.uint64(0), number)
     if name in _ONE_AT_ZERO:
         number = np.where(field.is_zero(arguments[0]), np.uint64(1), number)
 
     shape = number.shape[1:]
-    # A function that numpy does not have, as one of a test, is unknown in real numbers too.
+    # A function that numpy does not have, as a function of a test, is unknown in real numbers too.
     function = _real_functions().get(name)
     if function is None:
         facts = build_facts(shape, sign, 0, used, poison=poison)
         real = np.full((1, *shape), math.nan)
         return field.settle(Exact(number, facts, real, degree=INPUT))
-    # A sum that cancels may be rounded to a number below zero, of which there is no root.
+    # A sum that cancels may be rounded to a number below zero, and sqrt would be NaN: it is set to 0.0.
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(function(*reals))
     # A square root of what may be negative for other inputs: it takes more draws to see it.

@@ -24,7 +24,7 @@ from shardkit.testing.exact.numbers.values import SIGN, Degree, Exact
 
 
 def multiply_with_itself(field: Field, a: Exact) -> Exact:
-    """A^T A of [..., m, n], by what is kept of blocks of its rows, and by multiplication of the other rows."""
+    """A^T A of A [..., m, n]: the products that are kept for blocks of its rows, plus the product of the other rows."""
     product = matmul(field, transpose(a), a)
     n = a.shape[-1]
     facts = product.facts.copy()
@@ -42,7 +42,7 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
             kept, other_rows = _find_kept_rows(field, masked[matrix], heights)
             if not kept:
                 continue
-            # A^T A is a sum over blocks of rows: what is kept of some of them, and the product of the other rows.
+            # A^T A is a sum over blocks of rows: the products that are kept for some, and that of the other rows.
             rows = a.number[matrix][:, other_rows]
             total = _multiply_residues(field, rows.swapaxes(1, 2), rows)
             for squares, squares_degree in kept:

@@ -12,8 +12,8 @@ example, with what each line makes of (number, factor):
     log(x) + 1       (1, x)
     exp(log(x) + 1)  exp(1) x        so exp(log(x)) is x
 
-Where that is not enough, as for log(x) * y, the logarithm becomes a number: the exponent of its square, one prime
-lower. So log(exp x) is x and any multiple is linear, but the sign of what it is of is lost, and the highest prime.
+Where a factor is not enough, as for log(x) * y, the logarithm becomes a number: the exponent of x squared, one prime
+lower. So log(exp x) is x, and log(x y) * z is log(x) * z + log(y) * z. Lost are the sign of x and the highest prime.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def exp(field: Field, x: Exact) -> Exact:
 
 
 def log(field: Field, x: Exact) -> Exact:
-    """log, kept as what it is of; that of zero is minus infinity."""
+    """log(x), kept as the factor x; log(0) is minus infinity."""
     x = to_number(field, x)
     # Where x is zero the logarithm is -inf, and where it is known to be negative NaN.
     zero = field.is_zero(x)
@@ -83,7 +83,7 @@ def to_number(field: Field, x: Exact) -> Exact:
     """The same array without a factor: its logarithm becomes a number."""
     if x.factor is None:
         return x
-    # log(1) is 0 in every way, and uses up nothing. Else the logarithm is one prime lower than what it is of.
+    # log(1) is 0 in every way, and uses up no prime. Any other log(x) is one prime lower than x.
     is_one = (x.factor == 1).all(0)
     used = np.where(is_one, x.used[0], np.maximum(x.used[0], x.used[1] - 1))
     number = x.number
@@ -103,7 +103,7 @@ def to_number(field: Field, x: Exact) -> Exact:
 
 
 def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Roots by what they are of, of which the logarithm is twice as large; and bool [...], which elements are roots."""
+    """Factors with x in place of sqrt(x), which doubles the logarithm; and bool [...], which elements were roots."""
     is_root = np.zeros(factor.shape[1:], bool)
     if not field.laws_of_roots or not field.roots.squares:
         return factor, is_root
@@ -147,7 +147,7 @@ def _is_mask(y: Exact) -> bool:
 
 
 def find_whole_number(field: Field, x: Exact) -> int | None:
-    """The one small whole number that every element of a constant is; None if there is none."""
+    """The small whole number that all elements of a constant are equal to; None if they are not."""
     if x.factor is not None or x.degree.total or x.number.size == 0:
         return None
     # [components]: the residues of the first element, which all others must have.
@@ -166,7 +166,7 @@ def find_whole_number(field: Field, x: Exact) -> int | None:
 
 
 def exp_keeping_infinity(field: Field, x: Exact) -> Exact:
-    """exp, but infinite with the sign of x where x is: so logarithms can be compared by what they are of."""
+    """exp(x), but minus infinity, and not 0, where x is minus infinity: exps can be compared in place of logarithms."""
     result = exp(field, x)
     facts = np.where(x.is_truly_infinite, x.facts, result.facts)
     return field.settle(replace(result, facts=facts))

@@ -24,7 +24,7 @@ def square_root(field: Field, x: Exact) -> Exact:
     if x.is_power and field.laws_of_roots:
         return raise_power(field, x, Fraction(1, 2))
     root = apply_function(field, "sqrt", x, sign=1)
-    # Which root is of which number is looked up by residues.
+    # The residues of a root are the key by which its square is found.
     columns = zip(list_columns(root.number), list_columns(x.number), strict=True)
     facts = zip(root.poison.flat, x.used[0].flat, strict=True)
     for (word, square), (poison, used) in zip(columns, facts, strict=True):
@@ -43,7 +43,7 @@ def find_squares(field: Field, x: Exact) -> Exact | None:
     squares = []
     for word, poison in zip(list_columns(x.number), x.poison.reshape(-1), strict=True):
         square = field.roots.squares.get(word.tobytes())
-        if poison:  # of what is no number: itself
+        if poison:  # NaN: its square is NaN too
             squares.append(word)
         elif square is None:
             return None
@@ -144,7 +144,7 @@ def _add_roots(
 
 
 def _find_scaled_root(field: Field, key: bytes, keys_of_scaled: Sequence[bytes]) -> bool:
-    """Whether the root of a number is half that of four times the number, or a like multiple, which is kept."""
+    """Whether the root of a number is known from the root of 4, 16 or 64 times it, or of a quarter and so on of it."""
     for power, key_of_scaled in zip(_POWERS_OF_TWO, keys_of_scaled, strict=True):
         multiple = field.roots.by_square.get(key_of_scaled)
         if multiple is not None:
@@ -161,7 +161,7 @@ def _power_of_two(field: Field, exponent: int) -> np.ndarray:
 
 
 def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, Degree]:
-    """What the product of multiples of roots is a multiple of.
+    """The roots of which products of multiples of two roots are multiples.
 
     Args:
         x: int32 [1, ...], ids of roots.

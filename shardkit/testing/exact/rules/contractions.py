@@ -37,7 +37,7 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
     product = find_product(scope.field, left, right)
     if product is None:
         product = matmul(scope.field, left, right)
-    # dot_general gives the batch dims first, then the free dims of x, then those of y.
+    # dot_general gives the batch dims first, then the free dims of x, then the free dims of y.
     shape = [x.shape[rank + dim] for dim in (*x_batch, *x_free)]
     shape += [y.shape[rank + dim] for dim in y_free]
     return product.move(lambda part: part.reshape((*part.shape[: 1 + rank], *shape)))
@@ -49,7 +49,7 @@ def _list_free_dims(shape: Sequence[int], contracted: Sequence[int], batch: Sequ
 
 
 def _group_dims(x: Exact, rank: int, groups: Sequence[Sequence[int]]) -> Exact:
-    """An array with the dims of each group as one, after those of the mesh."""
+    """An array with one dim for each group of its dims, after the dims of the mesh."""
     lead = 1 + rank
     order = []
     shape = []

@@ -231,7 +231,7 @@ class Devices:
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
             part, restore = self._merge_devices(part, first, dims)
-            # The dims of the devices are one now, so that those of the array begin further left.
+            # The dims of the devices are one now, so the dims of the array begin further left.
             start = 1 + lead - len(dims)
             part = _split_dim(part, start + split, part.shape[0])
             # [sender, ..., receiver, piece, ...] becomes [receiver, ..., sender, piece, ...].
