@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json as json_lib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit._arguments.files import read_file, why
 from shardkit.cli.options import Optional, Target, WithJson, Words
@@ -22,6 +23,7 @@ EXAMPLES = {
     "shardkit audit train.py:make --against kept.json": "exit code 1 if it became worse",
 }
 
+_LONGEST, _POINTS = 2.0, 3  # seconds of one run of a proof, and its points
 _LARGEST_SNAPSHOT = 2**28  # bytes; a finding or a collective has some hundreds
 
 
@@ -42,8 +44,8 @@ class Options(WithJson):
     timeout: float = 1800.0
     """Seconds to wait for the compiler of a --target."""
     compiled: bool = False
-    """Compile it too: shows its memory and the compiler's collectives, and applies the rules on compiled programs.
-    --target implies it."""
+    """Compile it too: shows its memory and the compiler's collectives, applies the rules on compiled programs, and
+    proves a small one equal to the traced one for all inputs. --target implies it, without the proof."""
     explain: bool = False
     """Name the forward line that causes each collective of the backward pass."""
     snapshot: Optional[Path] = None
@@ -67,7 +69,8 @@ class Options(WithJson):
 def audit(options: Options) -> int:
     """Read any function: its collectives with their lines, deadlocks, mistakes and waste; compiled, its memory too.
 
-    The exit code is 1 if there are findings; with --against, if there are new findings or bytes grew.
+    The exit code is 1 if there are findings, or if the compiled program differs from the traced one; with --against, if
+    there are new findings or bytes grew.
     """
     from shardkit.analysis import judge
     from shardkit.analysis.hlo.topology import parse_topology
@@ -94,6 +97,10 @@ def audit(options: Options) -> int:
         timeout=options.timeout,
     )
     print(report)
+    proof = Proof("", "")
+    if options.compiled and options.target is None:
+        proof = _prove_compiled(step, args)
+        print(proof.text)
     if options.explain:
         print(explain(step, *args))
     worse: list[str] = []
@@ -104,9 +111,43 @@ def audit(options: Options) -> int:
         with open_output(options.snapshot) as out:
             out.write(report.to_json())
     data = json_lib.loads(report.to_json())
-    write_json(options.json, "audit", data["findings"], audit=data, worse=worse)
+    write_json(options.json, "audit", data["findings"], audit=data, worse=worse, proof=proof._asdict())
     is_worse = bool(report.findings) if before is None else bool(worse)
-    return 1 if is_worse else 0
+    return 1 if is_worse or proof.verdict == "differs" else 0
+
+
+class Proof(NamedTuple):
+    """Whether a compiled program is the traced one.
+
+    Attributes:
+        verdict: "equal", "differs" or "not decided"; "" if it was not tried.
+        text: a line about it.
+    """
+
+    verdict: str
+    text: str
+
+
+def _prove_compiled(step: Any, args: Sequence[Any]) -> Proof:
+    """Proves that the optimized program is the traced one, if it is small enough, and each operation has a meaning."""
+    import jax
+
+    from shardkit.testing._compare import UnequalError
+    from shardkit.testing.exact import assert_compiled_equal
+    from shardkit.testing.exact.program_pair import UnprovableError
+    from shardkit.testing.exact.size import check_size
+
+    function = step
+    if not hasattr(step, "trace"):
+        function = jax.jit(step)
+    try:
+        check_size("audit", [function.trace(*args).jaxpr], _POINTS, draws=1, longest=_LONGEST)
+        equality = assert_compiled_equal(function, *args, points=_POINTS)
+    except UnequalError as error:
+        return Proof("differs", f"the compiled program is not the traced one: {error}")
+    except UnprovableError as error:
+        return Proof("not decided", f"not proved equal to the traced program: {error}")
+    return Proof("equal", f"proved equal to the traced program for all inputs, {equality.points} points")
 
 
 def _refuse_without_effect(options: Options) -> None:

@@ -1,10 +1,11 @@
-"""`shardkit prove FILE.py:FUNCTION`: a kernel for all inputs, or a training step by all laws, against one device."""
+"""`shardkit prove FILE.py:FUNCTION`: a kernel, a training step or a compiled program, for all inputs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import tyro
@@ -16,6 +17,7 @@ from shardkit.cli.output import write_json
 EXAMPLES = {
     "shardkit prove kernels.py:softmax": "softmax() returns {'kernel': ..., 'reference': ..., ...}",
     "shardkit prove train.py:proof": "proof() returns {'step': ..., 'reference': ..., ...}",
+    "shardkit prove train.py:make --compiled": "make() returns your jitted function and its arguments",
 }
 
 
@@ -25,24 +27,30 @@ class Options(WithJson):
 
     make: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE.py:FUNCTION")]
     """A function without parameters, in a file or a module. It returns a dict of arguments: for
-    sk.testing.assert_equal_for_all_inputs if it has a "kernel", otherwise for sk.testing.prove."""
+    sk.testing.assert_equal_for_all_inputs if it has a "kernel", otherwise for sk.testing.prove. With --compiled it
+    returns (function, *args), as for audit, or a dict with these two and a "reference"."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
+    compiled: bool = False
+    """Compile a function, and prove that its optimized program equals the traced one, or a "reference"."""
 
 
 def prove(options: Options) -> int:
-    """Prove a kernel for all inputs, or a training step by laws, against one device.
+    """Prove a kernel for all inputs, or a training step by laws, against one device; or a compiled program.
 
-    The exit code is 1 if something differs from one device.
+    The exit code is 1 if something differs from one device, or from the trace.
     """
     from shardkit.meshes.simulated import offer_cpu_devices
     from shardkit.testing._compare import UnequalError
     from shardkit.testing.prove import Proof
 
     offer_cpu_devices(options.devices)
-    function, arguments = _load_proof(options.make)
+    load_proof = _load_proof
+    if options.compiled:
+        load_proof = _load_compiled_proof
+    prove_it = load_proof(options.make)
     try:
-        result = function(**arguments)
+        result = prove_it()
     except UnequalError as error:
         print(error)
         write_json(options.json, "prove", [], differs=list(error.differs))
@@ -57,20 +65,57 @@ def prove(options: Options) -> int:
     return 0
 
 
-def _load_proof(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function of `sk.testing` that the user's dict is for, and the dict; refuses one that it does not take."""
-    from shardkit import testing
+def _load_arguments(text: str) -> Any:
+    """What the user's function returns."""
     from shardkit._arguments.checks import raised
-    from shardkit.cli.target import TargetError, load_function
+    from shardkit.cli.target import load_function
 
     make = load_function(text)
     try:
-        arguments = make()
+        return make()
     except Exception as error:
         raise ValueError(
             f"prove: {text} must return the arguments of a proof; it raises {raised(error)}. Run it with python to "
             "see the traceback."
         ) from error
+
+
+def _load_compiled_proof(text: str) -> Callable[[], Any]:
+    """The proof of a compiled program; refuses what is no function with its arguments."""
+    from shardkit.cli.target import TargetError
+    from shardkit.testing.exact import assert_compiled_equal
+
+    returned = _load_arguments(text)
+    options: dict[str, Any] = {}
+    call = returned
+    if isinstance(returned, dict) and returned.keys() >= {"function", "args"}:
+        options = {name: value for name, value in returned.items() if name not in ("function", "args")}
+        call = (returned["function"], *returned["args"])
+    if not isinstance(call, tuple) or not call or not callable(call[0]) or options.keys() - _OPTIONS:
+        raise TargetError(
+            f"prove: with --compiled {text} must return (function, *args), or a dict of function, args, reference and "
+            f"points; got {type(returned).__name__}. Return for example (jax.jit(step), state, batch)."
+        )
+    function, *args = call
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        raise TargetError(
+            f"prove: {text} must return a function followed by its own arguments; {error}. Return for example "
+            "(jax.jit(step), state, batch)."
+        ) from None
+    return partial(assert_compiled_equal, function, *args, **options)
+
+
+_OPTIONS = {"reference", "points"}
+
+
+def _load_proof(text: str) -> Callable[[], Any]:
+    """The function of `sk.testing` that the user's dict is for, with the dict; refuses one that it does not take."""
+    from shardkit import testing
+    from shardkit.cli.target import TargetError
+
+    arguments = _load_arguments(text)
     if not isinstance(arguments, dict):
         raise TargetError(
             f"prove: {text} must return the arguments of a proof as a dict; got {type(arguments).__name__}. Return for "
@@ -87,4 +132,4 @@ def _load_proof(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
             f"prove: {text} must return the arguments of sk.testing.{function.__name__}; {error}. Its parameters are "
             f"{', '.join(signature.parameters)}."
         ) from None
-    return function, arguments
+    return partial(function, **arguments)

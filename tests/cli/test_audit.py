@@ -74,6 +74,7 @@ def test_a_snapshot_is_what_later_runs_are_held_against(program, inside):
     assert "\nsent by all_reduce over 'data': 24.00 KiB before, 72.00 KiB now\n" in worse[at:]
     grown = inside("audit", "train.py:grown", *words, "--against", "kept/audit.json", code=1).stdout
     assert "\nheld: 18.00 KiB before, 216.00 KiB now\n" in grown
+    assert "\nnot proved equal to the traced program: audit: shapes must be small, because " in grown
 
 
 def test_json_and_ignored_rules(program, inside):
@@ -82,12 +83,14 @@ def test_json_and_ignored_rules(program, inside):
     data = json.loads(done.stdout)
     assert [each["rule"] for each in data["rows"]] == ["summed-each-iteration"] and "summed-each" in done.stderr
     assert data["audit"]["derived"]["sent"] == 3 * 24576 and data["audit"]["format"] == 1
+    assert data["proof"]["verdict"] == "equal"
     assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["rows"] == []
 
 
 def test_a_function_of_given_types_is_read_and_a_make_that_fails_is_no_finding(program, inside):
     done = inside("audit", "train.py:plain", "--compiled", "--devices", 4, "--args", "f32[8,4]", "f32[4]")
     assert done.stdout.startswith("plain (train.py:") and "held: 144 B per device" in done.stdout
+    assert "\nproved equal to the traced program for all inputs, 3 points\n" in done.stdout
     done = inside("audit", "train.py:broken", "--devices", 4, code=2)
     assert done.stderr == (
         "error: audit: train.py:broken must return a step and its arguments; it raises OSError: no disk. Run it with "

@@ -47,6 +47,22 @@ def in_numpy():
 
 def key_error():
     return step(lambda w, x, keys: sk.Mean.of(x["x"]))
+
+def compiled(scale=1):
+    mesh = sk.make_mesh(data=4, model=2)
+    x = jax.device_put(np.ones((8, 4), "f"), jax.NamedSharding(mesh, P("data")))
+    w = jax.device_put(np.ones((4, 6), "f"), jax.NamedSharding(mesh, P(None, "model")))
+    return jax.jit(lambda x, w: jnp.tanh(x @ w).mean(0) * scale), x, w
+
+def with_reference():
+    function, *args = compiled()
+    return dict(function=function, args=args, reference=compiled(2)[0])
+
+def too_many():
+    return *compiled(), 1.0
+
+def unjitted():
+    return (lambda x: x), np.ones(3, "f")
 """
 
 
@@ -70,6 +86,22 @@ def test_a_kernel_and_a_step(program, inside):
     assert done.stderr.splitlines()[1].split() == [*row.split(), "holds"]
     out = inside("prove", "kernels.py:summed", code=1).stdout
     assert out.startswith("prove: 1 of 1 do not hold:\n- data=2: dp('data'), equal_for_all_inputs: on mesh data=2")
+
+
+def test_a_compiled_program(program, inside):
+    out = inside("prove", "kernels.py:compiled", "--compiled").stdout
+    assert out.startswith("equal for all inputs: <lambda> as compiled on 8 devices (cpu, jax ")
+    done = inside("prove", "kernels.py:with_reference", "--compiled", "--json", code=1)
+    assert "it is 1/2 of the reference everywhere" in json.loads(done.stdout)["differs"][0]
+    for name, said in {
+        "half": "prove: with --compiled kernels.py:half must return (function, *args), or a dict of function, args, "
+        "reference and points; got dict. Return for example (jax.jit(step), state, batch).",
+        "too_many": "prove: kernels.py:too_many must return a function followed by its own arguments; too many "
+        "positional arguments. Return for example (jax.jit(step), state, batch).",
+        "unjitted": "assert_compiled_equal: function must be one of jax.jit, which can be traced and compiled; got "
+        "function. Pass jax.jit(function).",
+    }.items():
+        assert inside("prove", f"kernels.py:{name}", "--compiled", code=2).stderr == f"error: {said}\n"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ class _OtherShapeError(Exception):
     """What a repair gives has another shape."""
 
 
+class _EndlessError(Exception):
+    """A run of many more equations than without the change, as of a loop that a change lets go on."""
+
+
 # What a change without a meaning raises, as of an operand that has another form there.
 _MEANINGLESS = (
     DiffersError,
@@ -84,6 +88,7 @@ _MEANINGLESS = (
     UnknownValueError,
     UnsupportedError,
     _OtherShapeError,
+    _EndlessError,
     ArithmeticError,
     AttributeError,
     IndexError,
@@ -100,14 +105,16 @@ class ChangedRun:
         changes: by the keys of equations.
         values: what each variable was last, at first in the run without changes.
         goal: where the run ends.
+        most: how many equations it may have.
         reached: the values at the goal so far.
         changed: what a changed equation gave last.
     """
 
-    def __init__(self, changes: Mapping[Any, Change], values: Values, goal: Goal):
+    def __init__(self, changes: Mapping[Any, Change], values: Values, goal: Goal, most: int):
         self.changes = changes
         self.values = dict(values)
         self.goal = goal
+        self.most = most
         self.reached: list[Operand] = []
         self.changed: Operand = None
         self._rounds: Counter[Any] = Counter()
@@ -130,6 +137,9 @@ class ChangedRun:
         axes: Mapping[str, int],
         around: str,
     ) -> Sequence[Operand] | None:
+        self.most -= 1
+        if self.most < 0:
+            raise _EndlessError
         key = id(equation), around
         changed = None
         if equation.primitive.name != "shard_map":

@@ -44,8 +44,11 @@ from shardkit.testing.exact.search import Remedy, Runs, Search
 
 _ZERO = "the reference's is zero"
 _MISREAD = "The mistake is at {1.line}: {0} reads the {1.name} of that line where the reference has another value"
+_LOST = "The first value that the reference does not have is that of {}, of a sum without that of {}"
 # Repairs that are about as likely.
 _ALIKE = 0.25
+# How many equations behind a partial sum it is looked for.
+_MOST_BEHIND = 4
 # A sum over devices is missing where a device reduces what it has, more often than anywhere behind.
 _REDUCES = ("reduce_sum", "reduce_max", "reduce_min", "dot_general", "scatter-add")
 
@@ -89,6 +92,7 @@ class _Difference:
         self.wanted = wanted
         self.field = values.field
         self._doubts = values.list_doubts(got)
+        self._masks: dict[int, bool] = {}
         self._sending: set[str] = set()
         # Of what the result follows from: a gradient sends on the lines of its casts.
         for number in values.record.find_causes([got]):
@@ -313,7 +317,12 @@ class _Difference:
         beginning = f": {relation}" if relation else ""
         first = None if relation == _ZERO else self._find_first()
         if first is None:
-            return beginning + (f"; it comes from {last}" if last else "")
+            lost = self._find_lost_sum(self.got) if self.field.compiled else None
+            ends = f"; it is a sum without that of {lost}" if lost is not None else ""
+            return beginning + (f"; it comes from {last}" if last else "") + ends
+        lost = self._find_lost_sum_of(first) if self.field.compiled else None
+        if lost is not None:
+            return f"{beginning}. {_LOST.format(first.place, lost)}{self._describe_loop(first)}"
         source = self.values.find_misread(first)
         if source is not None and source.line != first.place.line:
             return f"{beginning}. {_MISREAD.format(first.place, source)}"
@@ -322,18 +331,70 @@ class _Difference:
         mask = None if factor else self._find_mask(first)
         if mask is not None:
             return f". {sentence}, which reads {mask}"
-        partial = [words for words in map(self.values.explain, first.operands) if words]
-        uses = f", of a value that is the reference's only{partial[0]}" if partial else ""
+        uses = self._describe_partial(first)
         ends = f"; the result comes from {last}" if relation and str(last) != str(first.place) else ""
-        return f"{f': {factor}' if factor else ''}. {sentence}{uses}{ends}"
+        return f"{f': {factor}' if factor else ''}. {sentence}{uses}{self._describe_loop(first)}{ends}"
+
+    def _describe_partial(self, event: Event) -> str:
+        """Which operand of an equation is only a partial sum."""
+        for x in event.operands:
+            words = self.values.explain(x)
+            if words:
+                return f", of a value that is the reference's only{words}"
+        return ""
+
+    def _find_lost_sum_of(self, event: Event) -> Call | None:
+        """The same of the operands of an equation."""
+        for x in event.operands:
+            lost = self._find_lost_sum(x) if self._is_made(x) else None
+            if lost is not None:
+                return lost
+        return None
+
+    def _find_lost_sum(self, x: Operand) -> Call | None:
+        """The sum of the reference over devices that makes a partial sum whole, or what it follows from."""
+        for _ in range(_MOST_BEHIND):
+            number = self.values.record.maker.get(id(x))
+            if number is None:
+                return None
+            event = self.values.record.events[number]
+            place = self.values.find_sum(x, event.place.axes)
+            if place is not None or kind_of(event.place.equation):
+                return place
+            varying = [operand for operand in event.operands if self._is_made(operand)]
+            if not varying:
+                return None
+            x = varying[0]
+        return None
+
+    def _is_made(self, x: Operand) -> bool:
+        """Whether an equation of the program on the mesh made a number."""
+        return isinstance(x, Exact) and id(x) in self.values.record.maker
+
+    def _describe_loop(self, event: Event) -> str:
+        """The loop around an equation of a compiled program: it may be the number of its rounds that is wrong."""
+        line = self.values.record.loops.get(id(event.place.equation), "") if self.field.compiled else ""
+        return f", in the loop at {line}" if line not in ("", event.place.line) else ""
 
     def _find_first(self) -> Event | None:
         """The first equation of which the reference does not have the result, but for what blocks explain."""
         first = self._select_entry(lambda x: self.values.explain(x) is not None)
         if first is None or not any(self.values.is_of_blocks(x) for x in first.results):
             return first
-        explained = self._select_entry(lambda x: self.values.explain(x) is not None or self.values.is_of_blocks(x))
+        explained = self._select_entry(self._is_known_by_blocks)
         return explained or first
+
+    def _is_known_by_blocks(self, x: Operand) -> bool:
+        """Whether the reference has a value, or its blocks, or in a compiled program what the mask follows from."""
+        if self.values.explain(x) is not None or self.values.is_of_blocks(x):
+            return True
+        number = self.values.record.maker.get(id(x))
+        if not self.field.compiled or isinstance(x, Exact) or number is None:
+            return False
+        if id(x) not in self._masks:
+            operands = self.values.record.events[number].operands
+            self._masks[id(x)] = all(self._is_known_by_blocks(operand) for operand in operands)
+        return self._masks[id(x)]
 
     def _select_entry(self, is_known: Callable[[Operand], bool]) -> Event | None:
         """Of the equations that lead from known values to others, one with a partial sum, else the first."""

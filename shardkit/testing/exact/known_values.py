@@ -10,6 +10,7 @@ mistakes: what one device computes of its blocks alone, across the dim of which 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 
@@ -39,6 +40,7 @@ _PARTS = ("dynamic_slice", "gather", "select_n", "slice", "split")
 _SENT = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 # What mixes the elements of a dim: of a block it gives what no program for one device has.
 _MIXES = ("reduce_max", "reduce_min", "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_MOST_DIMS = 3  # of a value that is looked for in all orders of its dims
 # How much less likely a mistake is where the reference has what was computed.
 KNOWN, KNOWN_ON_ONE, KNOWN_BEFORE = 3.0, 1.0, 0.5
 
@@ -51,6 +53,7 @@ class KnownValues:
         reference: the run of the reference.
         computed: what the reference computed, by digest; not what is elements of inputs alone.
         known: the digests of all values of the reference, and of the inputs on the mesh.
+        on_devices: those of what the devices of a reference with a shard_map of its own have, all of them together.
         made: of a number on the mesh, by its id, the event that made it.
         near: the numbers of the events that read what a collective gave, or the index of a device.
     """
@@ -61,11 +64,13 @@ class KnownValues:
         self.reference = reference
         self.computed: dict[bytes, Exact] = {}
         self.known: set[bytes] = set()
+        self.on_devices: set[bytes] = set()
         self.made: dict[int, Event] = {}
         self._explanations: dict[int, str | None] = {}
         self._masks: dict[int, bool] = {}
         self._of_blocks: dict[int, bool] = {}
         self._blocks: dict[tuple[int, ...], set[bytes]] = {}
+        self._passed: list[Exact] = []
         self.near = record.find_device_readers()
         self._note_reference()
         self._note_mesh()
@@ -79,9 +84,26 @@ class KnownValues:
             for x in filter(is_number, (*event.operands, *event.results)):
                 residues = take_residues(self.field, x)
                 self.known.add(digest(residues))
+                if self.field.compiled:
+                    self._note_layouts(residues, event.place.axes)
+                if isinstance(x, Exact) and id(x) in passed:
+                    self._passed.append(x)
                 # A constant is the same at all points.
                 if isinstance(x, Exact) and id(x) not in passed and (residues != residues[:1]).any():
                     self.computed.setdefault(digest(residues), x)
+
+    def _note_layouts(self, residues: np.ndarray, axes: Mapping[str, int]) -> None:
+        """Notes a value in other orders of its dims too, in which a compiler may keep it."""
+        if not _has_devices(residues, axes):  # a literal, or what goes into a shard_map
+            axes = {}
+        rank = len(axes)
+        dims = range(1 + rank, residues.ndim)
+        orders = itertools.permutations(dims) if len(dims) <= _MOST_DIMS else [tuple(dims)]
+        for order in orders:
+            layout = residues.transpose(*range(1 + rank), *order)
+            self.known.add(digest(layout))
+            if axes:
+                self.on_devices.add(digest(_spread(layout, axes)))
 
     def _note_mesh(self) -> None:
         for event in self.record.events:
@@ -106,7 +128,11 @@ class KnownValues:
         passes_on = event.place.primitive in ("scan", "ppermute")
         if passes_on and all(self.explain(operand) is not None for operand in event.operands):
             return ""
-        return self.describe_form(x, event.place.axes, self.known)
+        axes = event.place.axes
+        residues = take_residues(self.field, x)
+        if self.on_devices and _has_devices(residues, axes) and digest(_spread(residues, axes)) in self.on_devices:
+            return ""
+        return self.describe_form(x, axes, self.known)
 
     def follows_unknown(self, x: Operand) -> bool:
         """Whether a mask or an integer follows from a number that the reference does not have."""
@@ -114,9 +140,16 @@ class KnownValues:
         if isinstance(x, Exact) or number is None:
             return False
         if id(x) not in self._masks:
-            operands = self.record.events[number].operands
-            self._masks[id(x)] = any(self.explain(operand) is None for operand in operands)
+            event = self.record.events[number]
+            unknown = any(self.explain(operand) is None for operand in event.operands)
+            self._masks[id(x)] = unknown and not self._is_known_integer(x, event)
         return self._masks[id(x)]
+
+    def _is_known_integer(self, x: Operand, event: Event) -> bool:
+        """Whether the reference has a mask or an integer too, which a compiler may compute in another way."""
+        if not self.field.compiled:
+            return False
+        return self.describe_form(x, event.place.axes, self._integers) == ""
 
     def describe_form(self, x: Operand, axes: Mapping[str, int], known: Container[bytes]) -> str | None:
         """How a value of the mesh must be put together to be a known one."""
@@ -124,6 +157,36 @@ class KnownValues:
             if digest(form) in known:
                 return words
         return None
+
+    @cached_property
+    def _integers(self) -> set[bytes]:
+        """The digests of the masks and integers of the reference."""
+        digests: set[bytes] = set()
+        for event in self.reference.events:
+            for x in event.results:
+                if not is_number(x) and x.dtype.kind in "iub":
+                    digests.add(digest_value(self.field, x))
+        return digests
+
+    def find_sum(self, x: Operand, axes: Mapping[str, int]) -> Call | None:
+        """The sum over devices of the reference that has what a value summed over devices is; None if there is none."""
+        for form, words in list_forms(self.field, x, axes):
+            place = self._sums.get(digest(form))
+            if words and place is not None:
+                return place
+        return None
+
+    @cached_property
+    def _sums(self) -> dict[bytes, Call]:
+        """What a reference with a shard_map of its own sums over devices, by digest."""
+        sums: dict[bytes, Call] = {}
+        for event in self.reference.events:
+            if kind_of(event.place.equation) == "all_reduce":
+                for x in event.results:
+                    for form, words in list_forms(self.field, x, event.place.axes):
+                        if not words:
+                            sums.setdefault(digest(form), event.place)
+        return sums
 
     # Blocks
 
@@ -150,7 +213,9 @@ class KnownValues:
             return False
         if shape not in self._blocks:
             blocks: set[bytes] = set()
-            for value in self.computed.values():
+            # A compiler cuts inputs, too, where a kernel would get its piece.
+            values = [*self.computed.values(), *self._passed] if self.field.compiled else self.computed.values()
+            for value in values:
                 blocks.update(map(digest, list_blocks(take_residues(self.field, value), shape)))
             self._blocks[shape] = blocks
         return all(digest(residues[(slice(None), *device)]) in self._blocks[shape] for device in np.ndindex(*devices))
@@ -273,3 +338,14 @@ class KnownValues:
             return False
         residues = take_residues(self.field, event.results[0])
         return bool((residues != residues[:1]).any())
+
+
+def _has_devices(residues: np.ndarray, axes: Mapping[str, int]) -> bool:
+    """Whether there is a dim for each axis behind the points."""
+    sizes = residues.shape[1 : 1 + len(axes)]
+    return len(sizes) == len(axes) and all(size in (1, n) for size, n in zip(sizes, axes.values(), strict=True))
+
+
+def _spread(residues: np.ndarray, axes: Mapping[str, int]) -> np.ndarray:
+    """[points, *axes, ...]: what all devices have, also where it is noted once for all along an axis."""
+    return np.broadcast_to(residues, (len(residues), *axes.values(), *residues.shape[1 + len(axes) :]))

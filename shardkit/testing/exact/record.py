@@ -46,6 +46,7 @@ class Record:
         unread: the variables of the kernel that no equation reads.
         definitions: of a variable of the kernel, the equation that it is a result of.
         rounds: of a variable of the kernel, those that the same line makes in the same way, as in a loop.
+        loops: of an equation of the kernel, by its id, the line of the innermost loop around it.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class Record:
         self.unread: set[Any] = set()
         self.definitions: dict[Any, Any] = {}
         self.rounds: dict[Any, list[Any]] = {}
+        self.loops: dict[int, str] = {}
         self._calls: dict[Any, Call] = {}
         self._inputs: dict[int, Iterator[Any]] = {}
 
@@ -92,7 +94,12 @@ class Record:
 
     def _note_variables(self, body: Any) -> None:
         """Notes which variables the equations of a kernel could read, and which variables none of them reads."""
-        jaxprs = {id(site.jaxpr): site.jaxpr for site in walk(body)}
+        jaxprs = {}
+        for site in walk(body):
+            jaxprs[id(site.jaxpr)] = site.jaxpr
+            loop = _find_loop(site)
+            if loop is not None:
+                self.loops[id(site.equation)] = source_line(loop.equation)
         for jaxpr in jaxprs.values():
             readable = list(jaxpr.invars)
             alike: dict[Any, list[Any]] = {}
@@ -166,3 +173,11 @@ def assign_variables(
 def _is_variable(atom: Any) -> bool:
     """Whether an atom of a jaxpr is no literal."""
     return not hasattr(atom, "val")
+
+
+def _find_loop(site: Any) -> Any:
+    """The innermost loop around an equation; None if there is none."""
+    outer = site.outer
+    while outer is not None and outer.name not in ("while", "scan"):
+        outer = outer.outer
+    return outer

@@ -38,6 +38,10 @@ from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_s
 # How many runs are tried, and equations of all of them, most of which are recalled: a minute, of the largest programs
 # that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 900, 225_000
+# Fewer of a compiled program: a compiler writes so otherwise that a repair of one equation seldom is one of a mistake.
+_MOST_OF_COMPILED = 60
+# How many equations a repaired run may have, for each of the wrong one, and besides.
+_MOST_TIMES, _MOST_MORE = 4, 1000
 # How much less likely than the likeliest a repair may be that is looked at too.
 _MARGIN, _UNLIKELY = 0.75, 3.5
 # With how many other numbers a repair must be right; more where comparisons decide, because few outcomes differ.
@@ -126,7 +130,9 @@ class Search:
                 self._routes.setdefault(route, call.line)
         # A run ends where the wrong result is computed.
         length = record.maker.get(id(got), len(record.events)) + 1
-        self._most = min(MOST_RUNS, _MOST_EQUATIONS // length)
+        # A loop that goes on may have some more rounds, but not all of its integers.
+        self._most_in_a_run = _MOST_TIMES * len(record.events) + _MOST_MORE
+        self._most = min(_MOST_OF_COMPILED if self.field.compiled else MOST_RUNS, _MOST_EQUATIONS // length)
         shapes = [x.shape for event in record.events for x in event.results]
         sizes = {n for shape in shapes for n in shape}
         self._sizes = sorted(sizes - {0, 1})[:6]
@@ -143,7 +149,7 @@ class Search:
     def try_changes(self, changes: Mapping[Any, Change]) -> Operand | None:
         """What the changed equation gives, if that makes the result right."""
         self.runs += 1
-        changed_run = ChangedRun(changes, self.record.values, self._goal)
+        changed_run = ChangedRun(changes, self.record.values, self._goal, self._most_in_a_run)
         values = changed_run.run(self.programs.on_mesh, self.field)
         return changed_run.changed if values and self._are_right(values) else None
 

@@ -10,7 +10,7 @@ import jaxlib
 from shardkit._jax import compat
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.listed_groups import list_groups
-from shardkit.testing.exact.stablehlo.source_lines import make_caller
+from shardkit.testing.exact.stablehlo.source_lines import has_frames, make_caller
 
 
 class ImportedModule:
@@ -40,7 +40,7 @@ class ImportedModule:
 
     def call_at_line(self, operation: Any, rule: Callable[[], Any]) -> Any:
         """What a rule returns, called as from the lines of the source that an operation of the module came from."""
-        location = str(operation.location)
+        location = _find_location(operation)
         if location not in self._callers:
             self._callers[location] = make_caller(location)
         return self._callers[location](rule)
@@ -48,3 +48,21 @@ class ImportedModule:
     def find_function(self, name: str) -> Any:
         """The block of a function, by its name; "main" is what one device runs."""
         return self._functions[name].regions[0].blocks[0]
+
+
+# How many operations around one without a line are asked for theirs.
+_MOST_AROUND = 8
+
+
+def _find_location(operation: Any) -> str:
+    """Where an operation comes from; of one that a compiler made without a line, where what reads it comes from."""
+    waiting = [operation.operation]
+    for number in range(_MOST_AROUND):
+        if number == len(waiting):
+            break
+        location = str(waiting[number].location)
+        if has_frames(location):
+            return location
+        for result in waiting[number].results:
+            waiting += [use.owner.operation for use in result.uses]
+    return str(operation.location)

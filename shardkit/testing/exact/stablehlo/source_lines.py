@@ -11,6 +11,11 @@ from typing import Any
 _FRAME = re.compile(r'"([^"]*)"\("([^"]+)":(\d+)')
 
 
+def has_frames(location: str) -> bool:
+    """Whether a location names a line of the source."""
+    return _FRAME.search(location) is not None
+
+
 def make_caller(location: str) -> Callable[[Callable[[], Any]], Any]:
     """A function that calls another one from the lines of a location, so that jax notes these as its traceback.
 
