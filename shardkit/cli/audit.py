@@ -97,7 +97,7 @@ def audit(options: Options) -> int:
         timeout=options.timeout,
     )
     print(report)
-    proof = Proof("", "")
+    proof = CompiledVerdict("", "")
     if options.compiled and options.target is None:
         proof = _prove_compiled(step, args)
         print(proof.text)
@@ -116,7 +116,7 @@ def audit(options: Options) -> int:
     return 1 if is_worse or proof.verdict == "differs" else 0
 
 
-class Proof(NamedTuple):
+class CompiledVerdict(NamedTuple):
     """Whether a compiled program is the traced one.
 
     Attributes:
@@ -128,7 +128,7 @@ class Proof(NamedTuple):
     text: str
 
 
-def _prove_compiled(step: Any, args: Sequence[Any]) -> Proof:
+def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
     """Proves that the optimized program is the traced one, if it is small enough, and each operation has a meaning."""
     import jax
 
@@ -144,10 +144,10 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> Proof:
         check_size("audit", [function.trace(*args).jaxpr], _POINTS, draws=1, longest=_LONGEST)
         equality = assert_compiled_equal(function, *args, points=_POINTS)
     except UnequalError as error:
-        return Proof("differs", f"the compiled program is not the traced one: {error}")
+        return CompiledVerdict("differs", f"the compiled program is not the traced one: {error}")
     except UnprovableError as error:
-        return Proof("not decided", f"not proved equal to the traced program: {error}")
-    return Proof("equal", f"proved equal to the traced program for all inputs, {equality.points} points")
+        return CompiledVerdict("not decided", f"not proved equal to the traced program: {error}")
+    return CompiledVerdict("equal", f"proved equal to the traced program for all inputs, {equality.points} points")
 
 
 def _refuse_without_effect(options: Options) -> None:

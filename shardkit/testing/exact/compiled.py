@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
+from shardkit._jax.jaxprs import walk
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError, describe_shapes
 from shardkit.testing.exact.compiled_pair import CompiledPair
@@ -26,6 +28,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
 
+_SHORT = 2  # bytes of a float whose rounding is told
 _DRAWS = 8  # of programs that compare floats, about
 # Here the compiler is no assumption, but the code that it generates is one.
 ASSUMED_AS_COMPILED = (
@@ -107,7 +110,30 @@ def assert_compiled_equal(
     evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, of_kernels(seconds))
     name = getattr(function, "__name__", type(function).__name__)
     what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
-    return certify(what, shapes, evidence, ASSUMED_AS_COMPILED)
+    return certify(what, shapes, evidence, (*ASSUMED_AS_COMPILED, *_describe_rounding(*pair.programs)))
+
+
+def _describe_rounding(compiled: Any, traced: Any) -> list[str]:
+    """Where a compiled program has floats of fewer bits than any of the traced one; a proof takes these for real."""
+    known = _find_short_floats(traced)
+    sentences = []
+    for name, line in _find_short_floats(compiled).items():
+        if name not in known:
+            sentences.append(
+                f"that it rounds to {name}, first at {line}, where the other side does not, is no difference"
+            )
+    return sentences
+
+
+def _find_short_floats(program: Any) -> dict[str, str]:
+    """The floats of 16 bits and fewer of a program, with the line of the first equation that gives each."""
+    lines: dict[str, str] = {}
+    for site in walk(program.jaxpr):
+        for variable in site.equation.outvars:
+            dtype = getattr(variable.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= _SHORT:
+                lines.setdefault(str(dtype), site.source)
+    return lines
 
 
 def _keep_key_outside(args: Any, reference: Callable[..., Any] | None) -> tuple[Any, Callable[..., Any] | None]:

@@ -15,6 +15,7 @@ Worked example: on data=2, `psum(x, "data") / 4` where the reference is the mean
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -323,6 +324,8 @@ class _Difference:
         lost = self._find_lost_sum_of(first) if self.field.compiled else None
         if lost is not None:
             return f"{beginning}. {_LOST.format(first.place, lost)}{self._describe_loop(first)}"
+        if self.field.compiled:
+            return f"{beginning}. {self._describe_first_of_compiled(first)}"
         source = self.values.find_misread(first)
         if source is not None and source.line != first.place.line:
             return f"{beginning}. {_MISREAD.format(first.place, source)}"
@@ -333,7 +336,16 @@ class _Difference:
             return f". {sentence}, which reads {mask}"
         uses = self._describe_partial(first)
         ends = f"; the result comes from {last}" if relation and str(last) != str(first.place) else ""
-        return f"{f': {factor}' if factor else ''}. {sentence}{uses}{self._describe_loop(first)}{ends}"
+        return f"{f': {factor}' if factor else ''}. {sentence}{uses}{ends}"
+
+    def _describe_first_of_compiled(self, first: Event) -> str:
+        """The same of a compiled program, of which no equation is like one of the reference."""
+        sentence = f"The first value that the reference does not have is that of {first.place}"
+        mask = self._find_mask(first)
+        if mask is not None and mask.line != first.place.line:
+            sentence += f", which reads {mask}"
+        sentence += self._describe_partial(first)
+        return f"{sentence}{self._describe_loop(first)}"
 
     def _describe_partial(self, event: Event) -> str:
         """Which operand of an equation is only a partial sum."""
@@ -372,9 +384,21 @@ class _Difference:
         return isinstance(x, Exact) and id(x) in self.values.record.maker
 
     def _describe_loop(self, event: Event) -> str:
-        """The loop around an equation of a compiled program: it may be the number of its rounds that is wrong."""
-        line = self.values.record.loops.get(id(event.place.equation), "") if self.field.compiled else ""
-        return f", in the loop at {line}" if line not in ("", event.place.line) else ""
+        """The loop around an equation of a compiled program, or before it: the number of its rounds may be wrong."""
+        if not self.field.compiled:
+            return ""
+        loops = self.values.record.loops
+        line = loops.get(id(event.place.equation), "")
+        if line:
+            return f", in the loop at {line}" if line != event.place.line else ""
+        waiting = self.values.record.find_makers(event.operands)
+        for number in itertools.islice(waiting, _MOST_BEHIND):
+            maker = self.values.record.events[number]
+            line = loops.get(id(maker.place.equation), "")
+            if line:
+                return f", of what the loop at {line} gives"
+            waiting += self.values.record.find_makers(maker.operands)
+        return ""
 
     def _find_first(self) -> Event | None:
         """The first equation of which the reference does not have the result, but for what blocks explain."""

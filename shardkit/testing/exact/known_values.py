@@ -146,8 +146,8 @@ class KnownValues:
         return self._masks[id(x)]
 
     def _is_known_integer(self, x: Operand, event: Event) -> bool:
-        """Whether the reference has a mask or an integer too, which a compiler may compute in another way."""
-        if not self.field.compiled:
+        """Whether the reference has an integer too, which a compiler may compute in another way."""
+        if not self.field.compiled or x.dtype.kind not in "iu":
             return False
         return self.describe_form(x, event.place.axes, self._integers) == ""
 
@@ -160,11 +160,11 @@ class KnownValues:
 
     @cached_property
     def _integers(self) -> set[bytes]:
-        """The digests of the masks and integers of the reference."""
+        """The digests of the integers of the reference; masks are too often alike."""
         digests: set[bytes] = set()
         for event in self.reference.events:
             for x in event.results:
-                if not is_number(x) and x.dtype.kind in "iub":
+                if not is_number(x) and x.dtype.kind in "iu":
                     digests.add(digest_value(self.field, x))
         return digests
 

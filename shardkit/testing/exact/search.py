@@ -39,7 +39,7 @@ from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_s
 # that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 900, 225_000
 # Fewer of a compiled program: a compiler writes so otherwise that a repair of one equation seldom is one of a mistake.
-_MOST_OF_COMPILED = 60
+_MOST_OF_COMPILED = 24
 # How many equations a repaired run may have, for each of the wrong one, and besides.
 _MOST_TIMES, _MOST_MORE = 4, 1000
 # How much less likely than the likeliest a repair may be that is looked at too.

@@ -505,7 +505,7 @@ def _round_result(operation: Any) -> None:
     short = ir.RankedTensorType.get(list(shape_of(result)), ir.BF16Type.get())
     rounded = make(after, "stablehlo.convert", [result], short)
     widened = make(after, "stablehlo.convert", [rounded], result.type)
-    result.replace_all_uses_except(widened, rounded.owner)
+    result.replace_all_uses_except(widened, [find_definition(rounded)])
 
 
 def round_products(operations: Sequence[Any]) -> Iterator[Site]:

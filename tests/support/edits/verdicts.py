@@ -27,7 +27,7 @@ from support.edits.programs import PROGRAMS, Program
 
 OUTCOMES = ("refuted", "not decided", "proved", "crashed")
 _LIBRARY = Path(shardkit.__file__).parent
-_TOLERANCE = 1e-3  # of what is no rounding
+_TOLERANCE = 3e-5  # of what is no rounding
 
 
 class Edit(NamedTuple):
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     Attributes:
         edit: which.
         operation: what was edited, as its name in the module.
-        lines: of the source, from which the operation comes, the innermost first; none if the module does not know.
+        lines: of the source, from which the operation comes; of one without a line, from which its readers come.
         changes: whether results for drawn inputs differ.
         outcome: one of `OUTCOMES`.
         message: of the proof.
@@ -61,8 +61,8 @@ class Verdict(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether the message names the line of the operation."""
-        return bool(self.lines) and self.lines[0] in find_lines(self.message)
+        """Whether the message names a line of the operation."""
+        return not set(self.lines).isdisjoint(find_lines(self.message))
 
 
 def find_lines(message: str) -> list[str]:
@@ -121,18 +121,25 @@ def plant(edit: Edit) -> Iterator[list[Any]]:
 
 
 def find_source(operation: Any) -> tuple[str, ...]:
-    """The lines outside of the library from which an operation comes, or else that around it, or what reads it."""
+    """The innermost line of an operation outside of the library, or of what is around it or reads it."""
     waiting = [operation]
-    for other in waiting:
-        frames = re.findall(r'"[^"]*"\("([^"]+)":(\d+)', str(other.location))
-        frames = [(path, line) for path, line in frames if not Path(path).is_relative_to(_LIBRARY)]
-        if frames:
-            return tuple(f"{path.rpartition('/')[2]}:{line}" for path, line in frames)
-        parent = getattr(other.parent, "operation", other.parent)
-        if parent is not None and parent.name != "func.func":
-            waiting.append(parent)
-        for result in other.results:
-            waiting += [use.owner.operation for use in result.uses]
+    while waiting:
+        lines = []
+        following = []
+        for other in waiting:
+            frames = re.findall(r'"[^"]*"\("([^"]+)":(\d+)', str(other.location))
+            frames = [(path, line) for path, line in frames if not Path(path).is_relative_to(_LIBRARY)]
+            if frames:
+                path, line = frames[0]
+                lines.append(f"{path.rpartition('/')[2]}:{line}")
+            for result in other.results:
+                following += [use.owner.operation for use in result.uses]
+            parent = getattr(other.parent, "operation", other.parent)
+            if parent is not None and parent.name != "func.func":
+                following.append(parent)
+        if lines:
+            return tuple(dict.fromkeys(lines))
+        waiting = following
     return ()
 
 

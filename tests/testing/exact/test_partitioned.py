@@ -206,7 +206,7 @@ PROGRAMS = {
         mix_experts,
         {"expert": 4},
         ({"router": draw(3, 4), "experts": draw(4, 3, 2)}, draw(8, 3)),
-        ({"router": P(), "experts": P("expert")}, P()),
+        ({"router": P(), "experts": P("expert")}, P("expert")),
     ),
     "convolve": (convolve, {"data": 4}, (draw(3, 2, 2), draw(2, 8, 2)), (P(), P(None, "data"))),
     "accumulate": (
