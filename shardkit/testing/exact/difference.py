@@ -342,8 +342,12 @@ class _Difference:
         """The same of a compiled program, of which no equation is like one of the reference."""
         sentence = f"The first value that the reference does not have is that of {first.place}"
         mask = self._find_mask(first)
-        if mask is not None and mask.line != first.place.line:
-            sentence += f", which reads {mask}"
+        if mask is not None:
+            if mask.line != first.place.line:
+                sentence += f", which reads {mask}"
+            origin = self._find_integers(first, mask.line)
+            if origin is not None and origin.line != first.place.line:
+                sentence += f", of integers from {origin}"
         sentence += self._describe_partial(first)
         return f"{sentence}{self._describe_loop(first)}"
 
@@ -399,6 +403,21 @@ class _Difference:
                 return f", of what the loop at {line} gives"
             waiting += self.values.record.find_makers(maker.operands)
         return ""
+
+    def _find_integers(self, event: Event, line: str) -> Call | None:
+        """What made the integers of another line that the masks of an equation follow from: a key, or a place."""
+        record = self.values.record
+        waiting = record.find_makers(x for x in event.operands if not isinstance(x, Exact))
+        visited = set(waiting)
+        for number in waiting:
+            maker = record.events[number]
+            if maker.place.line != line and maker.operands and maker.place.primitive not in PASS:
+                return maker.place
+            for behind in record.find_makers(x for x in maker.operands if not isinstance(x, Exact)):
+                if behind not in visited:
+                    visited.add(behind)
+                    waiting.append(behind)
+        return None
 
     def _find_first(self) -> Event | None:
         """The first equation of which the reference does not have the result, but for what blocks explain."""
