@@ -107,7 +107,9 @@ class _Difference:
         if words := self.values.explain(self.got):
             relation = f"only{words} it is a value of the reference"
         places = "" if relation else self._describe_places()
-        remedies = [] if relation == _ZERO else self._find_remedies()
+        remedies = []
+        if relation != _ZERO and not (self.field.compiled and self._has_lost_sum()):
+            remedies = self._find_remedies()
         if not remedies:
             return places + self._describe_first(relation)
         start = f"{places}: {relation or self._describe_factor_of(remedies)}".rstrip(": ")
@@ -358,6 +360,12 @@ class _Difference:
             if words:
                 return f", of a value that is the reference's only{words}"
         return ""
+
+    def _has_lost_sum(self) -> bool:
+        """Whether a sum of the reference is not there: that is likelier than what would repair it elsewhere."""
+        first = self._find_first()
+        lost = self._find_lost_sum(self.got) if first is None else self._find_lost_sum_of(first)
+        return lost is not None
 
     def _find_lost_sum_of(self, event: Event) -> Call | None:
         """The same of the operands of an equation."""
