@@ -39,7 +39,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.record import Event, Record
-from shardkit.testing.exact.repairs import Call
+from shardkit.testing.exact.repairs import Call, is_integer, is_mask
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 from shardkit.testing.exact.search import Remedy, Runs, Search
 
@@ -415,13 +415,13 @@ class _Difference:
     def _find_integers(self, event: Event, line: str) -> Call | None:
         """What made the integers of another line that the masks of an equation follow from: a key, or a place."""
         record = self.values.record
-        waiting = record.find_makers(x for x in event.operands if not isinstance(x, Exact))
+        waiting = record.find_makers(x for x in event.operands if is_integer(x) or is_mask(x))
         visited = set(waiting)
         for number in waiting:
             maker = record.events[number]
             if maker.place.line != line and maker.operands and maker.place.primitive not in PASS:
                 return maker.place
-            for behind in record.find_makers(x for x in maker.operands if not isinstance(x, Exact)):
+            for behind in record.find_makers(x for x in maker.operands if is_integer(x) or is_mask(x)):
                 if behind not in visited:
                     visited.add(behind)
                     waiting.append(behind)
