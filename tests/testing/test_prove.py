@@ -117,6 +117,8 @@ def test_the_compiled_step_is_the_traced_one(monkeypatch):
         return [group[:2] for group in read_groups(instruction)] + [group[2:] for group in read_groups(instruction)]
 
     monkeypatch.setattr(listed_groups, "read_groups", halve_groups)
+    foreign = SimpleNamespace(step=jax.jit(OWN))
+    assert laws.compiled(foreign, None) == "as compiled: the step must be one of make_train_step"
     text = broken(laws.compiled, OWN)
     assert "of each device is not the reference's for all inputs" in text
     assert "The first value that the reference does not have is that of" in text

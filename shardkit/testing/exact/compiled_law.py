@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from shardkit.steps.step import Step
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import STEP
 from shardkit.testing.exact.interpreter import Interpreter
@@ -33,6 +34,8 @@ def compiled(program: Program, reference: Reference) -> str | None:
     Example:
         >>> laws = [*sk.testing.LAWS, sk.testing.laws.compiled]  # for `prove(..., laws=laws)`
     """
+    if not isinstance(program.step, Step):
+        return "as compiled: the step must be one of make_train_step"
     try:
         _prove(program)
     except UnprovableError as error:

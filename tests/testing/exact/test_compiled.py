@@ -269,11 +269,12 @@ def test_groups_of_different_sizes_are_refused():
         run_text(UNEQUAL_GROUPS, np.ones((), "f"))
 
 
-def test_a_constant_of_16_bits_is_its_value():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_constant_of_16_bits(dtype):
     """Catches a bfloat16 of 0.9, which is 0.8984375, that stands for 9/10 beside XLA's float32 of its inverse."""
 
     def drop(x):
-        return (x.astype(jnp.bfloat16) / jnp.bfloat16(0.9)).astype(jnp.float32)
+        return (x.astype(dtype) / dtype(0.9)).astype(jnp.float32)
 
     assert_compiled_equal(jax.jit(drop), draw(3))
 

@@ -55,14 +55,15 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 def to_known(x: Any, as_stored: bool = False) -> Known:
     """A constant or an input as a known array; keys as words.
 
-    A constant of 16 bits is what it stands for, or as stored: a compiler computes with its value. For example 0.9 in
-    bfloat16 is 0.8984375, and what XLA makes of a division by it is a product with the float32 1.1130434.
+    A constant of 16 bits is what it stands for. In bfloat16 it may be `as_stored`, because compilers widen this dtype:
+    0.9 is 0.8984375 there, and XLA makes a product with the float32 1.1130434 of a division by it. In float16 the
+    product is with a float16 again, which stands for 10/9.
     """
     if hasattr(x, "dtype") and is_key(x):
         return make_words(np.asarray(jax.random.key_data(x)))
     x = np.asarray(x)
     x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
-    if as_stored and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+    if as_stored and x.dtype == jnp.bfloat16:
         return x.astype(np.float32)
     return widen(x)
 
