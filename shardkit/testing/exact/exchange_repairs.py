@@ -217,7 +217,7 @@ def repair_rows(bench: Bench) -> Iterator[Repair]:
         for names in list_subsets(bench.varying_axes(x)):
             words = f"an operand of {bench.call.name} that is gathered over {quoted(names)}"
             for dim in rows:
-                yield Repair(Cost.SUM, words, Gathering(bench, number, names, dim))
+                yield Repair(Cost.OPERAND, words, Gathering(bench, number, names, dim))
 
 
 def repair_sum(bench: Bench) -> Iterator[Repair]:

@@ -23,8 +23,8 @@ from shardkit.testing.exact.rules.operands import Operand
 
 _HOLDING = ("shard_map", "scan", "while", "cond")
 # How much less likely a mistake is within a function that is called, and in equations that are repaired together: of
-# rounds of a loop or a collective of a tuple, or of a line that only has an equation several times.
-_WITHIN, _IN_ONE_ROUND, _IN_TUPLE, _TOGETHER = 0.25, 0.25, 0.25, 1.0
+# a collective of a tuple, or of a line that only has an equation several times.
+_WITHIN, _IN_TUPLE, _TOGETHER = 0.25, 0.25, 1.0
 # And how much likelier where an integer follows from the index of a device.
 _OF_DEVICE = 0.5
 
@@ -59,15 +59,11 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
     """Equations that may be repaired together, and how unlikely a mistake is there."""
     behind_index = record.find_followers("axis_index")
     loops = _guess_loops(suspects)
-    groups = list(_group_suspects(suspects))
-    in_loops = {number for numbers in groups if len(numbers) in loops for number in numbers}
-    for numbers in groups:
+    for numbers in _group_suspects(suspects):
         calls = [suspects[number] for number in numbers]
         doubt = _WITHIN if calls[0].around else 0.0
-        # Who corrects a line corrects it in all rounds.
-        if len(numbers) == 1 and numbers[0] in in_loops:
-            doubt += _IN_ONE_ROUND
-        elif len(numbers) > 1 and len(numbers) not in loops:
+        # Who corrects a line corrects it in all rounds of its loop: that is as likely as in one of them.
+        if len(numbers) > 1 and len(numbers) not in loops:
             belong_together = kind_of(calls[0].equation) is not None
             doubt += _IN_TUPLE if belong_together else _TOGETHER
         if numbers[0] in behind_index and not isinstance(calls[0].results[0], Exact):
