@@ -263,6 +263,28 @@ def test_the_axes_over_which_groups_run(groups, axes):
     assert _find_axes({"a": 2, "b": 2, "c": 2}, np.asarray(groups)) == axes
 
 
+ADDED_AS_FLOAT32 = """
+func.func @main(%x: tensor<3xbf16>) -> tensor<bf16> {
+  %zero = stablehlo.constant dense<0.0> : tensor<bf16>
+  %total = "stablehlo.reduce"(%x, %zero) <{dimensions = array<i64: 0>}> ({
+  ^bb0(%a: tensor<bf16>, %b: tensor<bf16>):
+    %wide_a = stablehlo.convert %a : (tensor<bf16>) -> tensor<f32>
+    %wide_b = stablehlo.convert %b : (tensor<bf16>) -> tensor<f32>
+    %sum = stablehlo.add %wide_a, %wide_b : tensor<f32>
+    %result = stablehlo.convert %sum : (tensor<f32>) -> tensor<bf16>
+    stablehlo.return %result : tensor<bf16>
+  }) : (tensor<3xbf16>, tensor<bf16>) -> tensor<bf16>
+  return %total : tensor<bf16>
+}
+"""
+
+
+def test_a_sum_of_bfloat16_that_is_added_as_float32():
+    """Catches a reader that knows a sum without conversions alone, and refuses a scatter by it."""
+    program = jax.make_jaxpr(lambda x: run_text(ADDED_AS_FLOAT32, x))(jnp.ones(3, jnp.bfloat16))
+    assert [equation.primitive.name for equation in program.eqns].count("reduce_sum") == 1
+
+
 def test_groups_of_different_sizes_are_refused():
     """Catches a reader that takes the -1 behind a smaller group for a device."""
     with pytest.raises(UnreadableError, match="all_reduce over groups of different sizes"):

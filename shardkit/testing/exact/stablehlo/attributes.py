@@ -96,13 +96,30 @@ def find_definition(value: Any, *names: str) -> Any:
 
 
 def name_combiner(block: Any) -> str | None:
-    """The operation by which a region combines its two arguments; "" if it takes the second; None if it does more."""
+    """The operation by which a region combines its two arguments; "" if it takes the second; None if it does more.
+
+    Conversions are left out, because rounding is not modelled: XLA adds bfloat16 as float32, and converts the sum back.
+    """
     *operations, last = list(block.operations)
     first, second = list(block.arguments)[:2]
-    if not operations and last.operands[0] == second:
+    sources: dict[Any, Any] = {}
+    combiners = []
+    for operation in operations:
+        is_conversion = operation.operation.name == "stablehlo.convert"
+        if is_conversion and _is_float(operation.operands[0]) and _is_float(operation.results[0]):
+            sources[operation.results[0]] = sources.get(operation.operands[0], operation.operands[0])
+        else:
+            combiners.append(operation)
+    result = sources.get(last.operands[0], last.operands[0])
+    if not combiners and result == second:
         return ""
-    if len(operations) != 1:
+    if len(combiners) != 1:
         return None
-    (operation,) = operations
-    combines = {first, second} == set(operation.operands) and last.operands[0] == operation.results[0]
+    (operation,) = combiners
+    operands = {sources.get(value, value) for value in operation.operands}
+    combines = operands == {first, second} and result == operation.results[0]
     return operation.operation.name if combines else None
+
+
+def _is_float(value: Any) -> bool:
+    return bool(jnp.issubdtype(DTYPES[str(value.type.element_type)], jnp.floating))
