@@ -1,4 +1,4 @@
-"""`shardkit prove FILE.py:FUNCTION`: a kernel, a training step or a compiled program, for all inputs."""
+"""`shardkit prove FILE:NAME`: a kernel, a training step or a compiled program, for all inputs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EXAMPLES = {
 class Options(WithJson):
     """Options of `shardkit prove`."""
 
-    make: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE.py:FUNCTION")]
+    make: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE:NAME")]
     """A function without parameters, in a file or a module. It returns a dict of arguments: for
     sk.testing.assert_equal_for_all_inputs if it has a "kernel", otherwise for sk.testing.prove. With --compiled it
     returns (function, *args), as for audit, or a dict with these two and a "reference"."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
-    compiled: bool = False
+    compiled: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compile a function, and prove that its optimized program equals the traced one, or a "reference"."""
 
 
