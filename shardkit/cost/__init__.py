@@ -5,7 +5,8 @@ Start with `collectives.py`, the bytes of a collective, and `links.py`, its time
 """
 
 from shardkit.cost.activations import activation_memory
-from shardkit.cost.collectives import bus_factor, collective_time, wire
+from shardkit.cost.collectives import bus_factor as bus_factor
+from shardkit.cost.collectives import collective_time, wire
 from shardkit.cost.crossovers import bucket_bytes, scatter_from
 from shardkit.cost.crossovers import ring_from as ring_from
 from shardkit.cost.hardware import Chip, chip, chips, group_bandwidth
@@ -14,7 +15,8 @@ from shardkit.cost.links import Link, Links, links
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import roofline
-from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
+from shardkit.cost.transformer import mfu, transformer_flops
+from shardkit.cost.transformer import transformer_parameters as transformer_parameters
 from shardkit.cost.volumes import context_volume, expert_volume, tensor_volume
 from shardkit.cost.zero import zero_breakdown, zero_memory, zero_volume
 
@@ -25,7 +27,6 @@ __all__ = [
     "activation_memory",
     "bubble",
     "bucket_bytes",
-    "bus_factor",
     "chip",
     "chips",
     "collective_time",
@@ -40,7 +41,6 @@ __all__ = [
     "scatter_from",
     "tensor_volume",
     "transformer_flops",
-    "transformer_parameters",
     "wire",
     "zero_breakdown",
     "zero_memory",

@@ -15,7 +15,7 @@ from shardkit.testing import laws, reference
 from shardkit.testing.assertions import assert_matches_reference
 from shardkit.testing.certify import certify_gradients
 from shardkit.testing.emulate import emulate
-from shardkit.testing.exact import assert_equal_for_all_inputs, small
+from shardkit.testing.exact import assert_compiled_equal, assert_equal_for_all_inputs, small
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import one_device
 from shardkit.testing.prove import assert_same_training, prove
@@ -27,6 +27,7 @@ _STRATEGIES = ("meshes", "programs", "sharded_arrays")
 __all__ = [
     "LAWS",
     "Row",
+    "assert_compiled_equal",
     "assert_equal_for_all_inputs",
     "assert_matches_reference",
     "assert_same_training",

@@ -74,7 +74,7 @@ def assert_compiled_equal(
 
     Example:
         >>> x = sk.shard(np.zeros((8, 2), "f"), mesh, P("data"))
-        >>> proof = shardkit.testing.exact.assert_compiled_equal(jax.jit(lambda x: jnp.exp(x).mean(0)), x)
+        >>> proof = sk.testing.assert_compiled_equal(jax.jit(lambda x: jnp.exp(x).mean(0)), x)
         >>> proof.points
         3
 
