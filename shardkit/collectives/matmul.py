@@ -2,7 +2,8 @@
 
 They are the two ends of a tensor-parallel block with sequence parallelism: `all_gather_matmul` enters the block,
 `matmul_reduce_scatter` leaves it. Backward passes are rings too. Their residuals are the operands; the backward pass
-gathers the tokens again. Sums are accumulated in float32 and sent in the dtype of the operands.
+of `all_gather_matmul` gathers the tokens again, that of `matmul_reduce_scatter` gathers the cotangents. Sums are
+accumulated in float32 and sent in the dtype of the operands.
 """
 
 from __future__ import annotations

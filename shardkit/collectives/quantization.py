@@ -98,8 +98,8 @@ def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
     """The biased exponent of the smallest power of two s with `largest` at most s `most`; int32.
 
     Read as integers, positive floats have the same order, and a factor of two is a difference of 2^23. So the
-    difference of two floats, rounded up to a multiple of 2^23, is the exponent of their quotient. There is no division,
-    which some chips round in their own way.
+    difference of two floats, rounded up to a multiple of 2^23, is the exponent of the least power of two that is not
+    below their quotient. There is no division, which some chips round in their own way.
 
     Worked example: `largest` 260 and `most` 127. 260 / 127 is a bit above 2, so the difference of the bits is a bit
     above 2^23. Rounded up it is 2 * 2^23: the scale is 2^2 = 4.

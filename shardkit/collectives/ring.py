@@ -191,8 +191,8 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
     return jnp.moveaxis(out_nd, 0, dim).reshape(shape)
 
 
-# The sum of a shard starts at the device that is farthest from its owner. Shard 0 over four devices: one way:    device
-# 1 sends its part to 2, which adds its own part and sends the sum to 3, which does the same; 0 ends
+# The sum of a shard starts at the device that is farthest from its owner. Shard 0 over four devices:
+#   one way:    1 sends its part to 2, which adds its own part and sends the sum to 3; 3 does the same, and 0 ends
 #   both ways:  2 sends to 3, which adds and sends to 0; 1 sends to 0. Device 0 adds the sums from both sides
 # So no device ever holds more than one partial sum for each direction.
 

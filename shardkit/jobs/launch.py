@@ -374,7 +374,7 @@ class _Supervision:
         else:
             self._running.remove(event)
             self.order.append(event)
-            failed = self._children[event].returncode != 0
+            failed = self._children[event].wait() != 0
         if (self.received or failed) and self._steps and self._deadline == math.inf:
             self._deadline = time.monotonic() + self._grace
 
@@ -393,5 +393,11 @@ class _Supervision:
 
 
 def _announce_end(rank: int, child: _Child, events: Events) -> None:
-    child.wait()
+    # Announced before it is reaped (`_note` does that): a process that waits until this one is gone, and then ends too,
+    # is announced after it. Threads that reap first may announce two ends in the other order.
+    if hasattr(os, "waitid"):
+        with contextlib.suppress(ChildProcessError):  # reaped already, by a signal that was sent to it
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    else:  # macOS before Python 3.13
+        child.wait()
     events.put(rank)

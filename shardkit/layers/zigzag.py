@@ -57,8 +57,8 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
     names = live_axes("zigzag", names)
     route_of_first = _find_route(chunks, 0, inverse)
     route_of_second = _find_route(chunks, 1, inverse)
-    # Whether this device's early chunk is the first half of a contiguous shard, and its late chunk the second half of
-    # another: even chunks are first halves.
+    # Whether this device's early chunk is the first half of a contiguous shard, and its late chunk a second half: even
+    # chunks are first halves.
     in_order = jnp.asarray(chunks[:, 0] % 2 == 0)[axis_index(names)]
 
     if not any(_has_dim(x, dim) for x in jax.tree.leaves(tree)):
@@ -71,7 +71,7 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
     # share. All of them must be reordered together. If one is left out, nothing fails, and each token is compared with
     # the target of another.
     #
-    # Two permutes: in one permute a device sends to one device, but the two halves of a shard go to two devices. So one
+    # Two permutes: in one permute a device sends to one device, but the two halves of a shard may go to two. So one
     # permute sends all first halves, another all second halves, and each device receives one half by each.
     def reorder(x: jax.Array) -> jax.Array:
         if not _has_dim(x, dim):

@@ -203,8 +203,8 @@ class _LossReader:
         axes = self.batch_axes & frozenset(mesh_axes(equation))
         is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
         if axes and (is_of_the_loss or name == "axis_index"):
-            # The result of a collective over the batch is the same on all devices, so it is Whole. Whether the loss
-            # is right to send it is not decided here: such a loss is compared with one device (steps/whole_batch.py).
+            # The result is taken for Whole, also where devices differ, as after a ppermute: whether the loss is right
+            # to send it is not decided here. Such a loss is compared with one device (steps/whole_batch.py).
             self.sends.update(axes)
             lines = self.lines if is_collective else self.index_lines
             lines.append(pair.line)

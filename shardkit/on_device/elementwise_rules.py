@@ -129,7 +129,7 @@ def _rounds(equation: Any) -> bool:
 def scale_total(pair: Pair, total: Total, factor: float) -> State:
     """A sum over the examples times a whole value of this scale."""
     if factor == UNKNOWN:
-        return pair.met("a sum over the examples is combined with their number")
+        return pair.met("a sum over the examples is combined with the number of examples")
     return Total(total.scale * factor)
 
 

@@ -70,8 +70,8 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
 
     Raises:
         TypeError: a loss with other arguments, or a `trained` other than a tree of bools. At trace time: the loss is
-            neither a real scalar nor a Mean, a weight is not float32 or integer, or the weight of the loss depends on
-            the parameters.
+            neither a real scalar nor a Mean, a total that sums has 16 bits, a weight is not float32 or integer,
+            or the weight of the loss depends on the parameters.
         ValueError: a `trained` without any True. At trace time: a `trained` that is not a prefix of the parameters;
             with `local`, a loss that communicates or is a sum of means, lazy leaves, tp, cp, ep.
 

@@ -180,9 +180,8 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
     nodes, structure = jax.tree.flatten(args, is_leaf=is_handle)
     handles = [node for node in nodes if is_handle(node)]
     if not handles:
-        return fn(
-            *jax.tree.unflatten(structure, nodes)
-        )  # a new tree: flax refuses to change variables of an outer trace
+        # A new tree: flax refuses to change variables of an outer trace.
+        return fn(*jax.tree.unflatten(structure, nodes))
     paths = [_path_in_parameters(path, at) for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle)]
     out: list[Any] = []  # what `fn` returned: its leaves, which may be no arrays, and its structure
     misuse = ""

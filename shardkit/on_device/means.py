@@ -25,7 +25,8 @@ class Mean(NamedTuple):
     4 bytes each, and computes one gradient. It cannot split such a loss into microbatches.
 
     Attributes:
-        total: scalar, the sum of this device's values. For an auxiliary mean it may be an array or a pytree of arrays.
+        total: scalar, the sum of this device's values, in float32: 16 bits round a sum, and are refused in a loss. For
+            an auxiliary mean it may be an array or a pytree of arrays.
         weight: scalar, the number of these values or the sum of their weights, float32 or integer. Compute it from this
             device's examples. Devices and microbatches add it in float32: counts are exact up to 2^24, and to 7 digits
             beyond. If `total` is an array, `weight` may be an array of the same shape, with a weight for each element.

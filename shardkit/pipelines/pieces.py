@@ -21,7 +21,7 @@ from shardkit.collectives import axis_index, broadcast, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.on_device.gradient import cotangent_of
 from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
-from shardkit.on_device.loss_results import loss_and_aux
+from shardkit.on_device.loss_results import loss_and_aux, refuse_rounded_totals
 from shardkit.on_device.means import Mean, kind, means_by_path
 from shardkit.pipelines.divergent import find_collectives
 from shardkit.pipelines.split_backward import TwoHalves
@@ -337,7 +337,9 @@ class Pieces:
             # all devices but the first, and the transpose of casting its result to a varying type sums the cotangent,
             # so that all devices get the first one's.
             y = broadcast(y, self._axes, source=self._owner)
-        loss, aux = loss_and_aux(call_sealed(self._model.head, shared, self._unflatten(y), args.batch))
+        result = call_sealed(self._model.head, shared, self._unflatten(y), args.batch)
+        refuse_rounded_totals(result)
+        loss, aux = loss_and_aux(result)
         for name, mean in means_by_path(aux):
             if name not in aux or jnp.ndim(mean.total):
                 raise ValueError(

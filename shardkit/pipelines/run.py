@@ -1,9 +1,9 @@
 """The GradFn and the loss of a pipeline: on each device the microbatches of its stages, by the table of a schedule.
 
-In a tick a device runs one op at most: F (forward), B (backward), or half a backward pass, I (the gradient of the
-inputs) or W (that of the weights). `1F0` is stage 1, F, microbatch 0. All devices run the same program, so each traces
-every op that some device runs in that tick, followed by the moves to the neighbors. A device reads its own column of
-the table; `ops.py` holds what it computes.
+In a tick a device runs at most a forward pass (F) and then a backward pass: B, or one of its halves, I (the gradient of
+the inputs) or W (that of the weights). `1F0` is stage 1, F, microbatch 0. All devices run the same program, so each
+traces every op that some device runs in that tick, followed by the moves to the neighbors. A device reads its own
+column of the table; `ops.py` holds what it computes.
 
 Worked example: 1F1B on two devices with three microbatches, and its tick 4.
 
@@ -65,7 +65,8 @@ def build_grad_fn(
     execution = Execution(model, schedule, stages, mode, recompute)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        opened = open_entries(params)  # whole from here on: `_finish_gradient` takes their gradients to the parts
+        # Leaves that are opened just before the loss; `_finish_gradient` takes their gradients back to the parts.
+        opened = open_entries(params)
         sums = execution.sum_microbatches(opened, batch, keys, scale)
         stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
         grads = sums.shared | {stages.stack: stack_grads}

@@ -253,7 +253,7 @@ def stored_shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
 
 
 def _must_reorder(rows: Rows, in_order: bool) -> bool:
-    """Whether rows must be moved: the caller wants the original order, or there are rows of zeros between layers."""
+    """Whether rows must be moved: the caller wants the original order, or there are rows of zeros among them."""
     return bool(rows) and (in_order or -1 in rows)
 
 

@@ -1,7 +1,8 @@
 """How many bytes a plan sends in a step, from the layouts of the leaves: independent of the code that sends them.
 
-Nothing else counts the bytes of a plan. The proof kit compares this count with the census of a traced step; the planner
-ranks layouts by it. Bytes that the loss itself sends, such as activations under tensor parallelism, are not in it.
+This is the one count for any plan (`cost.zero_volume` has the closed forms of the ZeRO stages). The proof kit compares
+it with the census of a traced step; the planner ranks the layouts of a counted model by it. Bytes that the loss itself
+sends, such as activations under tensor parallelism, are not in it.
 """
 
 from __future__ import annotations

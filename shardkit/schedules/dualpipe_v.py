@@ -36,7 +36,7 @@ def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):
-        # Warm-up: forward passes of chunk 0, until the first output of the V's left side has come back to this device.
+        # Warm-up: forward passes of chunk 0, until microbatch 0 arrives at chunk 1 of this device.
         words = ["F0"] * (2 * (p - 1 - d))
         # Both chunks run forward, in turn.
         words += ["F0", "F1"] * (d + 1)

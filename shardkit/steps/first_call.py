@@ -69,18 +69,18 @@ class FirstCall:
         if isinstance(self.program.grad_fn, Staged):
             return None
         program, state, key, batch = self._take_first_step(args)
+        metrics: list[Mixed] = []
         splits_that_send: list[tuple[Examples, Readings]] = []
-        names: set[str] = set()
         for examples in _split_examples(program, state, batch).split_along_dims():
             readings = read_traces(examples, state.params, batch, key)
             mixed = find_mixed(examples, readings, state.params, batch, key)
             for loss_or_metric in mixed:
                 if loss_or_metric.name == "loss":
                     raise WrongProgramError(_describe_loss(loss_or_metric))
-            warn_of_metrics("step", [metric for metric in mixed if metric.name not in names], stacklevel=5)
-            names |= {metric.name for metric in mixed}
+            metrics += mixed
             if can_be_whole(examples, readings, state, batch):
                 splits_that_send.append((examples, readings))
+        warn_of_metrics("step", metrics, stacklevel=5)
         if not splits_that_send:
             return None
         try:
@@ -166,8 +166,11 @@ def warn_of_metrics(where: str, mixed: Sequence[Mixed], stacklevel: int) -> None
 
     An error would end a training run whose parameters are right.
     """
+    by_name: dict[str, Mixed] = {}
+    for metric in mixed:  # its examples may meet, and its tokens too: said once
+        by_name.setdefault(metric.name, metric)
     by_line: dict[str, list[Mixed]] = {}
-    for metric in mixed:
+    for metric in by_name.values():
         by_line.setdefault(metric.met.line, []).append(metric)
     for metrics in by_line.values():
         first = metrics[0]

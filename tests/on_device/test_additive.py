@@ -117,7 +117,10 @@ WRONG = {
     "sqrt is applied to a sum": lambda p, b, k: jnp.sqrt(jnp.mean(b["y"] ** 2)),
     "is taken over the examples": lambda p, b, k: jax.nn.logsumexp(b["y"].sum(-1)),
     "the weight does not count them": lambda p, b, k: jnp.sum(b["y"] @ p["w"]),
-    "combined with their number": lambda p, b, k: jnp.mean(b["y"]) * jnp.arange(len(b["y"]), dtype="f").max(),
+    "combined with the number of examples": lambda p, b, k: jnp.mean(b["y"]) * jnp.arange(len(b["y"]), dtype="f").max(),
+    "gather reads at indices that depend on the number of examples": mean_of(
+        lambda p, b, k: jnp.asarray(PLACES)[b["label"].astype("uint32") * len(b["y"])] * b["y"].mean(-1)
+    ),
     "a sum over the examples is combined": lambda p, b, k: (
         jnp.mean(b["y"]) * lax.fori_loop(0, len(b["y"]), lambda i, count: count + 1.0, 0.0)
     ),

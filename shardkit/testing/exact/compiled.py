@@ -55,7 +55,7 @@ def assert_compiled_equal(
     Args:
         function: a function of `jax.jit`, on any shardings, with or without `jax.shard_map` in it; or a step of
             `make_train_step`, with a state and a batch as `args`.
-        *args: its arguments, pytrees of arrays; small shapes prove as much.
+        *args: its arguments, pytrees of arrays. Small shapes are quick; the proof is of these shapes.
         reference: a plain function of the same arguments, to compare the compiled program with in place of the traced
             one.
         points: the number of random points, as of `assert_equal_for_all_inputs`.
