@@ -3,7 +3,7 @@
 The step of the reference transformer on eight simulated devices, compiled as users compile. `step` is the whole first
 call without checks: trace, compile and run. A loss whose trace does not show that it adds is compiled too, twice the
 batch and without gradients: "sorted" sorts its losses. One that sends over the batch is compiled for one device,
-without gradients: "sending" sums its total and weight by itself.
+without gradients: "sending" sums its total and weight by itself, "ring" has ring attention.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ PLANS: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
     "fsdp by layer": ({"data": 8}, lambda: sk.fsdp("data", layerwise=("layers",), min_size=1)),
     "dp, sorted": ({"data": 8}, lambda: sk.dp("data")),
     "dp, sending": ({"data": 8}, lambda: sk.dp("data")),
+    "cp, ring": ({"context": 8}, lambda: sk.cp("context")),
 }
 
 
 def seconds(plan: str, layers: int, dim: int, check: bool) -> float:
     """CPU seconds of a first call, of what jax has not seen before."""
     jax.clear_caches()
+    context = "context" if plan == "cp, ring" else None
+    axes = transformer.Axes(context=context)
     config = transformer.Config(vocabulary=512, layers=layers, dim=dim, heads=4, hidden=4 * dim)
-    model = transformer.loss_fn(config)
+    model = transformer.loss_fn(config, axes)
 
     def loss(params: Any, batch: Any, keys: Any) -> Any:
         if plan == "dp, sending":

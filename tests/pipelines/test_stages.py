@@ -494,3 +494,15 @@ def test_description_says_how_often_a_stage_gathers_its_weights():
         plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1, layerwise=layerwise))
         (line,) = [line for line in sk.describe(plan, params, mesh).splitlines() if line.startswith("layers.weight")]
         assert line.endswith(f"pp('stage') splits dim 0; fsdp('fsdp') splits dim 1, gathered {how}")
+
+
+# What the loss of a step refuses, the head of a pipeline could return: a sum in bfloat16.
+def test_a_head_that_sums_in_16_bits_is_refused():
+    def round_total(shared, x, batch):
+        loss, _ = pipelines.head(shared, x, batch)
+        return sk.Mean(loss.total.astype(jnp.bfloat16), loss.weight)
+
+    step = pipelines.traced_step(schedules.gpipe(2, 2), 2, (pipelines.embed, pipelines.stage, round_total))
+    keys = sk.example_keys(jax.random.key(0), 4)
+    with pytest.raises(TypeError, match="Mean: the total must be float32, because bfloat16 rounds a sum"):
+        jax.eval_shape(step, pipelines.make_params(2), pipelines.make_batch(4), keys)
