@@ -349,11 +349,6 @@ def device_assignment(shardings: Sequence[Any]) -> list[Any]:
     raise ValueError("a compiled program must have an argument or a result")
 
 
-def is_hlo_mesh_axes(attribute: Any) -> bool:
-    """Whether groups of devices are named by axes of a mesh, and not listed."""
-    return bool(private("interpreters.mlir.hlo").ReplicaGroupMeshAxesAttr.isinstance(attribute))
-
-
 def key_impl(dtype: Any) -> Any:
     """The implementation of the random numbers of keys of a dtype, as `jax.random.wrap_key_data` takes it."""
     return dtype._impl

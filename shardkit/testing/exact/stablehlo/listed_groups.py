@@ -9,6 +9,8 @@ Worked example: an all-reduce has the groups "x" of a mesh x=2, y=2, whose devic
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardkit.analysis.hlo.groups import COLLECTIVE_DEVICES, IOTA, LISTS, MESH_AXES
 from shardkit.analysis.hlo.proto import read_groups
 from shardkit.analysis.hlo.protobuf import message, split_fields, write_field
@@ -20,21 +22,20 @@ _INSTRUCTION = 2
 
 def list_groups(serialized: bytes) -> bytes:
     """A serialized HloModuleProto with the same collectives."""
-    written = []
-    for number, data in split_fields(serialized):
-        if number == _COMPUTATION:
-            [computation] = message(data)[_COMPUTATION]
-            data = write_field(_COMPUTATION, _rewrite_computation(computation))
-        written.append(data)
-    return b"".join(written)
+    return _rewrite_messages(serialized, _COMPUTATION, _rewrite_computation)
 
 
 def _rewrite_computation(computation: bytes) -> bytes:
+    return _rewrite_messages(computation, _INSTRUCTION, _rewrite_instruction)
+
+
+def _rewrite_messages(outer: bytes, field: int, rewrite: Callable[[bytes], bytes]) -> bytes:
+    """A message in which the messages of one field are others."""
     written = []
-    for number, data in split_fields(computation):
-        if number == _INSTRUCTION:
-            [instruction] = message(data)[_INSTRUCTION]
-            data = write_field(_INSTRUCTION, _rewrite_instruction(instruction))
+    for number, data in split_fields(outer):
+        if number == field:
+            [inner] = message(data)[field]
+            data = write_field(field, rewrite(inner))
         written.append(data)
     return b"".join(written)
 
