@@ -313,16 +313,16 @@ def parse_hlo(serialized: bytes) -> Any:
     """The StableHLO of a serialized HloModuleProto, as a module of typed operations.
 
     Raises:
-        ValueError: jaxlib cannot parse what it wrote.
+        ValueError: jaxlib cannot write the module as StableHLO, or cannot parse what it wrote.
     """
     ir = private("interpreters.mlir.ir")
     context = private("interpreters.mlir.make_ir_context")()
     context.allow_unregistered_dialects = True
-    stablehlo = import_module("jaxlib._jax").mlir.hlo_to_stablehlo(serialized)
     with context:
         try:
+            stablehlo = import_module("jaxlib._jax").mlir.hlo_to_stablehlo(serialized)
             return ir.Module.parse(stablehlo)
-        except ir.MLIRError as error:
+        except (ir.MLIRError, jax.errors.JaxRuntimeError) as error:
             raise ValueError(f"parse_hlo: jaxlib must read what it writes; {error}") from error
 
 

@@ -121,7 +121,7 @@ class CompiledVerdict(NamedTuple):
 
     Attributes:
         verdict: "equal", "differs" or "not decided"; "" if it was not tried.
-        text: a line about it.
+        text: a line about it, and what it holds under.
     """
 
     verdict: str
@@ -134,6 +134,7 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
 
     from shardkit.testing._compare import UnequalError
     from shardkit.testing.exact import assert_compiled_equal
+    from shardkit.testing.exact.compiled import ASSUMED_AS_COMPILED
     from shardkit.testing.exact.program_pair import UnprovableError
     from shardkit.testing.exact.size import check_size
 
@@ -147,7 +148,11 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
         return CompiledVerdict("differs", f"the compiled program is not the traced one: {error}")
     except UnprovableError as error:
         return CompiledVerdict("not decided", f"not proved equal to the traced program: {error}")
-    return CompiledVerdict("equal", f"proved equal to the traced program for all inputs, {equality.points} points")
+    lines = [f"proved equal to the traced program for all inputs, {equality.points} points"]
+    # Of this program: constants that were folded, rounding, branches that were never taken.
+    lines += [sentence for sentence in equality.assumed if sentence not in ASSUMED_AS_COMPILED]
+    lines += equality.compared
+    return CompiledVerdict("equal", "\n  ".join(lines))
 
 
 def _refuse_without_effect(options: Options) -> None:

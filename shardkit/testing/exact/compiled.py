@@ -29,6 +29,7 @@ from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
 
 _SHORT = 2  # bytes of a float whose rounding is told
+_BITS_OF_FLOAT32 = 23  # of its mantissa
 _DRAWS = 8  # of programs that compare floats, about
 # Here the compiler is no assumption, but the code that it generates is one.
 ASSUMED_AS_COMPILED = (
@@ -133,6 +134,9 @@ def _find_short_floats(program: Any) -> dict[str, str]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= _SHORT:
                 lines.setdefault(str(dtype), site.source)
+        if site.name == "reduce_precision" and site.equation.params["mantissa_bits"] < _BITS_OF_FLOAT32:
+            bits = site.equation.params
+            lines.setdefault(f"{bits['exponent_bits']} + {bits['mantissa_bits']} bits", site.source)
     return lines
 
 

@@ -28,8 +28,9 @@ def compiled(program: Program, reference: Reference) -> str | None:
 
     The step that is compared is the first one. Its state, all metrics and every replica of both are compared in a
     finite field, as in `assert_compiled_equal`; integers of the batch, as tokens, and keys keep their values. So a sum
-    that the compiler dropped, or a group of wrong devices, is seen, and rounding is not. What is neither proved nor
-    refuted, or would take minutes, is told in a note.
+    that the compiler dropped, or a group of wrong devices, is seen, and rounding is not. A
+    constant that the compiler folded may stand for what it was computed of (`numbers/folded.py`). What is neither
+    proved nor refuted, or would take minutes, is told in a note.
 
     Example:
         >>> laws = [*sk.testing.LAWS, sk.testing.laws.compiled]  # for `prove(..., laws=laws)`

@@ -275,7 +275,7 @@ class Coverage:
         and did not. Of `x` and `tanh(x) + x**2` beside each other, the former alone is linear.
         """
         decisions = []
-        for key, places in self._find_differing_ties().items():
+        for key, places in self.find_differing_ties().items():
             decision = self.decisions[key]
             is_met = np.broadcast_to(decision.tied, places.shape) & places
             tried = np.zeros(places.size, bool)
@@ -289,12 +289,12 @@ class Coverage:
     def find_untied(self) -> list[tuple[Any, ...]]:
         """The keys of the comparisons that differ for equal numbers, of which some have not been met."""
         keys = []
-        for key, places in self._find_differing_ties().items():
+        for key, places in self.find_differing_ties().items():
             if (places & ~self.decisions[key].tied).any():
                 keys.append(key)
         return keys
 
-    def _find_differing_ties(self) -> dict[tuple[Any, ...], np.ndarray]:
+    def find_differing_ties(self) -> dict[tuple[Any, ...], np.ndarray]:
         """By the key of a comparison, bool [...]: where the other side counts equal numbers with other ones."""
         # By sign and side, the words of which that side counts zero so.
         counted: dict[tuple[int, int], list[np.ndarray]] = {(sign, side): [] for sign in (1, -1) for side in (0, 1)}

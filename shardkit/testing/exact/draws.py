@@ -18,12 +18,16 @@ import numpy as np
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings
+from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie
 from shardkit.testing.exact.numbers.errors import UnknownValueError
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SCALED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
 
 _MOST_IN_VAIN = 8
 _BOTH_WAYS = 4  # orders, in which each comparison of unknown numbers goes both ways for each element
+_SHOWN = 5  # draws, of which one must show a comparison that one side alone makes
+_CROSSED_OF_FOREIGN = 4  # draws more for each comparison that one side alone makes, of so many
+_MOST_FOREIGN = 16
 _TOGETHER = 4  # elements that are put where comparisons change
 
 
@@ -135,6 +139,7 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
     if effort.crossed:
         _check_numbers(pair)
         _check_ties(pair)
+        _check_hidden(pair, effort)
     return pair.evidence()
 
 
@@ -196,6 +201,25 @@ def _check_ties(pair: ProgramPair) -> None:
         )
 
 
+def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
+    """Refuses a comparison that one side alone makes, if no result of any draw depends on it."""
+    if pair.field.order is not None:
+        return
+    decision = find_hidden(pair, effort.kinds[:_SHOWN])
+    what = "only one side makes this comparison, and no result of any draw depends on it"
+    if decision is None:
+        decision = find_hidden_tie(pair)
+        what = (
+            "one side takes equal numbers for the larger, the other for the smaller, and no result of any draw depends "
+            "on it"
+        )
+    if decision is not None:
+        raise UndecidedError(
+            f"{pair.where}: not decided at {decision.line} ({decision.what}): {what}, though other numbers do. "
+            "Compare alike on both sides, or return what it chooses as a result too."
+        )
+
+
 def _draw(pair: ProgramPair, effort: Effort) -> None:
     """More draws of real inputs, until all comparisons have gone both ways."""
     coverage = pair.coverage
@@ -235,7 +259,10 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
     if pair.coverage.decisions or pair.field.rounds:
-        return effort.crossed
+        # `x > 0.5` on one side and `x > 0.6` on the other differ for the x between both alone: draws find it where x is
+        # put next to one of them.
+        foreign = min(len(pair.coverage.foreign()), _MOST_FOREIGN)
+        return effort.crossed + _CROSSED_OF_FOREIGN * foreign if effort.crossed else 0
     return effort.zeros if pair.field.divides else 0
 
 

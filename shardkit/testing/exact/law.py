@@ -55,8 +55,8 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
 
     So does carried state, from the one that it begins with. Integers of the batch, as tokens, and keys keep their
     values. There is no tolerance: floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding
-    is not seen. What is neither proved nor refuted, has no meaning in a field, or would take more than about a minute,
-    is told in a note.
+    is not seen, and a constant that was computed in float32 may stand for what it was computed of. What is neither
+    proved nor refuted, has no meaning in a field, or would take more than about a minute, is told in a note.
 
     Example:
         >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`

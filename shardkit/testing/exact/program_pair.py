@@ -38,6 +38,7 @@ POINTS = 2  # of the first draw at least, and of orders: two tell a constant fro
 _ROUNDS, _ROUNDS_OF_FACTORS = 1e-13, 1e-9
 _ROUNDS_OF_FLOATS = 1e-6  # where functions of constants were computed in float32
 _FEWEST = 1  # of further draws
+_MOST_TIED = 4  # draws in which a comparison was of equal numbers that are remembered
 Side = Callable[[Field, Seen | None], list[Operand]]
 
 
@@ -116,6 +117,8 @@ class ProgramPair:
         alone_at_zeros: the same of inputs that were chosen, as zeros of a divisor.
         by_laws: whether what draws compare is told apart by the laws of roots, as in programs that are equal by them.
         needs_laws: whether both sides were equal by the laws of roots alone in some run.
+        tied_draws: by the key of a comparison, the settings, centres and elements of the fields in which it was of
+            equal numbers.
         folded: constants that stand for what they were computed of, because both sides are equal then.
     """
 
@@ -142,6 +145,7 @@ class ProgramPair:
     defined: bool = False
     by_laws: bool = False
     needs_laws: bool = False
+    tied_draws: dict[Any, list[Any]] = attribute(default_factory=dict)
     folded: Mapping[Constant, Folded] = attribute(default_factory=dict)
 
     def draw(self, kind: str) -> None:
@@ -214,6 +218,32 @@ class ProgramPair:
         field.elements = tuple(elements)
         field.folded = self.folded
         return field
+
+    def make_field(self, seed: int, kind: str) -> Field:
+        """The field of a draw that notes nothing."""
+        field = self._field(_FEWEST, seed, kind=kind)
+        field.coverage = None
+        return field
+
+    def make_tied_fields(self, key: Any) -> list[Field]:
+        """Some of the draws in which a comparison was of equal numbers, as fields that note nothing."""
+        fields = []
+        for settings, centres, elements in self.tied_draws.get(key, []):
+            field = Field(*settings)
+            field.centres = centres
+            field.elements = elements
+            field.folded = self.folded
+            fields.append(field)
+        return fields
+
+    def _note_ties(self, field: Field, coverage: Coverage) -> None:
+        """Notes a draw for the comparisons that it made of equal numbers."""
+        if not field.planted:
+            return
+        for key, decision in coverage.decisions.items():
+            draws = self.tied_draws.setdefault(key, [])
+            if np.any(decision.tied) and len(draws) < _MOST_TIED:
+                draws.append((field.settings, field.centres, field.elements))
 
     def evidence(self) -> Evidence:
         """What all runs have shown."""
@@ -295,6 +325,7 @@ class ProgramPair:
             alike &= self._compare(compared, index, self.names[index], x, y, mask)
         if any(_are_outside(x, y).any() for x, y in pairs):  # perhaps it is this that hangs on a tie
             coverage.forget_ties()
+        self._note_ties(field, coverage)
         self.coverage.merge(coverage)
         if compared is not field:
             field.add_notes(compared, (ON_MESH, ALONE))

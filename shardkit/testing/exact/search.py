@@ -244,6 +244,7 @@ class Search:
             draws = _DRAWS_OF_DECISIONS if self.field.compared else _DRAWS
             for draw in range(draws):
                 field = Field(settings[0], settings[1] + 1 + draw, *settings[2:])
+                field.folded = self.field.folded
                 self._others += self._search_again(self.programs._replace(field=field))
         return self._others
 

@@ -27,12 +27,14 @@ class Evaluated:
         unclear: [points]: where rounding or overflow, and not the program, would say what it is.
         unordered: [points]: where a maximum was taken of what has a NaN: it is NaN, but not to all compilers.
         summed: [points]: the largest number that was added to another; what is far smaller may be its rounding.
+        undefined: [points]: where some value on the way is NaN, as zero divided by zero.
     """
 
     value: np.ndarray
     unclear: np.ndarray
     unordered: np.ndarray
     summed: np.ndarray
+    undefined: np.ndarray
 
 
 def evaluated(
@@ -48,9 +50,10 @@ def evaluated(
                 values[id(node)] = inputs[node.params[0]]
             else:
                 values[id(node)] = evaluation(node, [values[id(each)] for each in node.args])
+                evaluation.note_undefined(values[id(node)])
     whole = (len(points[0]), devices, *root.shape)
     value = np.broadcast_to(values[id(root)], whole)
-    return Evaluated(value, evaluation.unclear, evaluation.unordered, evaluation.summed)
+    return Evaluated(value, evaluation.unclear, evaluation.unordered, evaluation.summed, evaluation.undefined)
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
@@ -64,12 +67,14 @@ class Evaluation:
         unclear: [points], as in `Evaluated`.
         unordered: likewise.
         summed: likewise.
+        undefined: likewise.
     """
 
     def __init__(self, devices: int, points: int, dtype: Any):
         self.devices, self.dtype = devices, dtype
         self.unclear, self.unordered = np.zeros(points, bool), np.zeros(points, bool)
         self.summed = np.zeros(points, dtype)
+        self.undefined = np.zeros(points, bool)
 
     def dealt(self, x: np.ndarray, split: bool) -> np.ndarray:
         """A global input on the devices."""
@@ -81,6 +86,11 @@ class Evaluation:
     def doubt(self, where: np.ndarray) -> None:
         """Marks the points at which any element is so."""
         self.unclear |= where.reshape(len(where), -1).any(1)
+
+    def note_undefined(self, x: np.ndarray) -> None:
+        """Marks the points at which any element is NaN."""
+        if x.dtype.kind == "f":
+            self.undefined |= np.isnan(x).reshape(len(x), -1).any(1)
 
     def __call__(self, node: Node, xs: list[np.ndarray]) -> np.ndarray:
         name = node.op

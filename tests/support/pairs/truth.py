@@ -7,7 +7,7 @@ the constants of the programs. A difference has one of these kinds:
     nan           at all generic points one side is no number, or another infinity
     domain        at some of them, as of a logarithm where its argument is negative
     ties          two numbers differ, but only at special points
-    nan at ties   one side is no number, but only at special points, as of a quotient where its divisor is zero
+    nan at ties   only at special points, at which one side has a value on the way that is no number, as 0 / 0
 """
 
 import functools
@@ -56,6 +56,7 @@ class _Sides:
         differ: [points]: whether they do.
         numbers: [points]: whether they do where both are numbers.
         unclear: [points]: whether rounding would say so.
+        undefined: [points]: whether a value on the way of a side is NaN.
     """
 
     def __init__(self, case: "Case", given: Sequence[np.ndarray], dtype: Any):
@@ -73,6 +74,7 @@ class _Sides:
         self.values = x, y
         self.differ, self.numbers = _any(np.where(both, far, ~alike)), _any(both & far)
         self.unclear = one.unclear | other.unclear | _any(near)
+        self.undefined = one.undefined | other.undefined
 
     def as_in(self, longer: "_Sides", few: np.ndarray) -> np.ndarray:
         """At which of few points the values are those in a longer dtype: else they are only rounding."""
@@ -115,7 +117,8 @@ def difference(case: Case) -> str | None:
     special = sure[sure >= GENERIC]
     if not len(special):
         return None
-    return "ties" if sides.numbers[special].any() else "nan at ties"
+    differ_as_numbers = sides.numbers[special] & ~sides.undefined[special]
+    return "ties" if differ_as_numbers.any() else "nan at ties"
 
 
 def _differ_at_any_size(case: Case) -> bool:

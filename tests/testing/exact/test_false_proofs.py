@@ -351,3 +351,52 @@ def test_a_constant_that_is_nan_excuses_no_difference():
         sk.testing.assert_equal_for_all_inputs(
             beside_nan(3.0000007), beside_nan(3.0), mesh=mesh, in_specs=P("d"), out_specs=P("d"), args=args, grad=False
         )
+
+
+# What numpy computes of known integers in another way than jax: a bitwise or, a logical shift, a float that is too
+# large.
+@pytest.mark.parametrize(
+    ("known", "mistaken"),
+    [
+        (lambda: lax.reduce_or(jnp.array([4, 2]), (0,)), 1),
+        (lambda: lax.reduce_and(jnp.array([6, 3]), (0,)), 1),
+        (lambda: lax.shift_right_logical(jnp.array(-2), jnp.array(1)) // 2**20, -1),
+        (lambda: lax.convert_element_type(jnp.full((), 1.5e9) * 2, jnp.int32) // 2**20, -(2**11)),
+    ],
+)
+def test_known_integers_are_those_of_jax(known, mistaken):
+    mesh = sk.abstract_mesh(d=2)
+    settings = {"mesh": mesh, "in_specs": P("d"), "out_specs": P("d"), "args": (np.ones((4, 3), np.float32),)}
+    value = int(known())
+    assert value != mistaken
+    prove = sk.testing.assert_equal_for_all_inputs
+    assert prove(lambda x: x * known().astype("f"), lambda x: x * value, **settings)
+    with pytest.raises(AssertionError):
+        prove(lambda x: x * known().astype("f"), lambda x: x * mistaken, **settings)
+
+
+def _choose(threshold):
+    def kernel(x_bD, y_bD):
+        return jnp.min(jnp.clip(jnp.where(x_bD > threshold, y_bD, 2 * y_bD), 2, 3))[None]
+
+    return kernel
+
+
+# proves N49 in part: the smallest of 24 numbers from 2 to 3 is 2 in every draw, whatever one side alone compares
+def test_a_comparison_that_no_result_shows_is_not_decided():
+    args = (np.ones((16, 3), np.float32), np.ones((16, 3), np.float32))
+    settings = {"mesh": sk.abstract_mesh(d=2), "in_specs": P(None, None), "out_specs": P(None), "args": args}
+    with pytest.raises(ValueError, match="no result of any draw depends on it"):
+        sk.testing.assert_equal_for_all_inputs(_choose(0.5), _choose(0.6), grad=False, **settings)
+
+
+# Both branches are the same: the comparison decides nothing, and nothing is hidden.
+def test_a_comparison_that_decides_nothing_is_proved():
+    def kernel(x):
+        return jnp.where(x > 0.5, x, x) * 2
+
+    args = (np.ones(4, np.float32),)
+    mesh = sk.abstract_mesh(d=2)
+    assert sk.testing.assert_equal_for_all_inputs(
+        kernel, lambda x: 2 * x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), args=args
+    )

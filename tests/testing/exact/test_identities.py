@@ -216,6 +216,11 @@ def test_a_constant_that_stands_for_what_it_was_computed_of(left, right, words):
         (lambda x: x * (0.1 * jnp.ones(1000)).sum(), lambda x: 99.999 * x),
         (lambda x: x * ((one() + 1e-8) - 1) * 1e8, lambda x: 0 * x),
         (lambda x: x * (1e8 * one() + 1 - 1e8), lambda x: 0 * x),
+        # In floats 0.1 + 0.2 - 0.3 is 5.6e-17: what cancels stands for nothing.
+        (
+            lambda x: 0.1 * x + 0.2 * x**2 + 0.3 * x**3 + x * 5.5511151e-17 * 1e9,
+            lambda x: 0.1 * x + 0.2 * x**2 + 0.3 * x**3,
+        ),
         # Constants that are nearly others: none stands for another, and none is left out of a difference.
         (lambda x: 0.9999999 - x, lambda x: 1 - x),
         (lambda x: jnp.clip(x, 1e-7, 0.9999999), lambda x: jnp.clip(x, 1e-7, 1.0)),

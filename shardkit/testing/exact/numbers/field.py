@@ -104,6 +104,9 @@ class Field:
         elements: by the name of an input, values that its elements must have in this draw.
         coverage: what notes which way comparisons went, if any does.
         memory: what recalls what a first run computed, if any does.
+        turned: the comparison whose outcome is turned round in this run (`hidden.py`), as the id of its equation and
+            the part of it; None if none is.
+        turns_ties: whether it is turned round only where it compares equal numbers.
         numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
             the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
@@ -158,6 +161,8 @@ class Field:
         self.elements: tuple[Element, ...] = ()
         self.coverage: Any = None
         self.memory: Any = None
+        self.turned: tuple[int, str] | None = None
+        self.turns_ties = False
 
         # Laws between numbers that their residues do not show.
         self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}

@@ -20,6 +20,7 @@ from shardkit.testing.exact.numbers.constants import LARGEST_DENOMINATOR, simple
 
 _MOST_CONSTANTS = 40  # of which others are computed
 _MOST_FOLDED = 64
+_MOST_ROUNDINGS = 8  # units in the last place between a constant and what it stands for: 1e-6 of a float32
 _OPERATIONS = {"*": np.multiply, "/": np.divide, "+": np.add, "-": np.subtract}
 Constant = tuple[float, str]  # the value and its dtype
 
@@ -45,7 +46,7 @@ def explain_constants(constants: Iterable[Constant], others: Iterable[Constant])
     if not odd or len(odd) > _MOST_FOLDED:
         return {}
     folded = {}
-    for dtype in {dtype for _, dtype in odd}:
+    for dtype in sorted({dtype for _, dtype in odd}):
         leaves = {1.0}
         for value, other_dtype in others:
             if other_dtype == dtype and np.isfinite(value) and value != 0:
@@ -82,6 +83,7 @@ class _Table:
             for b in leaves:
                 for name in _OPERATIONS:
                     self.once.append((a, name, b))
+        self.ratios = {leaf: simplest(leaf, self.dtype) for leaf in leaves}
         self.values = [self._compute_all(self.dtype), self._compute_all(np.dtype(np.float64))]
 
     def _compute_all(self, dtype: Any) -> np.ndarray:
@@ -101,20 +103,25 @@ class _Table:
         size = self.dtype.type(abs(value))
         sign = -1 if value < 0 else 1
         for once in self.values:
-            places = self._find_equal(once, size)
-            if len(places):
-                return _with_sign(self._compute_once(int(places[0])), sign)
+            for place in self._find_equal(once, size):
+                folded = self._compute_once(int(place))
+                if self._is_near(folded.ratio, size):
+                    return _with_sign(folded, sign)
         for once in self.values:
             for leaf in self.leaves:
                 for name, apply in _OPERATIONS.items():
                     with np.errstate(all="ignore"):
                         twice = apply(once, self._round(leaf, once.dtype))
-                    places = self._find_equal(twice, size)
-                    if len(places):
-                        first = self._compute_once(int(places[0]))
+                    for place in self._find_equal(twice, size):
+                        first = self._compute_once(int(place))
                         ratio = _apply(name, first.ratio, self._exact(leaf))
-                        return _with_sign(Folded(ratio, f"({first.words}) {name} {_show(leaf)}"), sign)
+                        if self._is_near(ratio, size):
+                            return _with_sign(Folded(ratio, f"({first.words}) {name} {_show(leaf)}"), sign)
         return None
+
+    def _is_near(self, ratio: Fraction, size: Any) -> bool:
+        """Whether a constant is an exact value but for roundings: (0.1 + 0.2) - 0.3 is 5.6e-17 in floats, and is 0."""
+        return abs(abs(float(ratio)) - float(size)) <= _MOST_ROUNDINGS * float(np.spacing(size))
 
     def _find_equal(self, values: np.ndarray, size: Any) -> np.ndarray:
         return np.flatnonzero(np.abs(values).astype(self.dtype) == size)
@@ -124,7 +131,7 @@ class _Table:
         return Folded(_apply(name, self._exact(a), self._exact(b)), f"{_show(a)} {name} {_show(b)}")
 
     def _exact(self, value: float) -> Fraction:
-        return simplest(value, self.dtype)
+        return self.ratios[value]
 
 
 def _apply(name: str, x: Fraction, y: Fraction) -> Fraction:

@@ -44,7 +44,7 @@ _ARITHMETIC = {
     "dot_general",
 }
 # What moves constants that were computed, beside collectives.
-_MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, "concatenate", "stack", "convert_element_type", "copy", "copy_p"}
+_MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, "concatenate", "stack", "convert_element_type", "copy"}
 _EXTREMES = ("maximum", "minimum")
 _LARGEST_POWER = 1024
 

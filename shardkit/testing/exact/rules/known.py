@@ -21,6 +21,18 @@ from shardkit.testing.exact.rules.operands import Known, is_key, known_dtype
 from shardkit.testing.exact.rules.random_keys import apply_random, make_words
 
 # Elementwise functions that numpy computes with jax's bits, and faster.
+
+
+def _shift_logically(x: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Integers shifted to the right as bits, filled with zeros; numpy fills a negative one with ones."""
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    bits = x.view(unsigned)
+    places = places.astype(unsigned)
+    width = 8 * x.dtype.itemsize
+    shifted = np.where(places < width, bits >> np.minimum(places, unsigned.type(width - 1)), unsigned.type(0))
+    return np.asarray(shifted).view(x.dtype)
+
+
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -38,7 +50,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
-    "shift_right_logical": np.right_shift,
+    "shift_right_logical": _shift_logically,
     "square": np.square,
     "sqrt": np.sqrt,
     "rem": np.fmod,
@@ -47,8 +59,8 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_sum": np.add.reduce,
     "reduce_max": np.maximum.reduce,
     "reduce_min": np.minimum.reduce,
-    "reduce_and": np.logical_and.reduce,
-    "reduce_or": np.logical_or.reduce,
+    "reduce_and": np.bitwise_and.reduce,
+    "reduce_or": np.bitwise_or.reduce,
 }
 
 
@@ -118,7 +130,10 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
         return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
     # A cast to bfloat16 keeps float32: rounding is not modelled.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
-        return operands[0].astype(known_dtype(result.dtype))
+        # A float may be too large for an integer, where numpy wraps and jax does not.
+        is_rounded = operands[0].dtype.kind == "f" and np.dtype(result.dtype).kind in "iu"
+        if not is_rounded:
+            return operands[0].astype(known_dtype(result.dtype))
     # Bits of the same width: float32 and int32.
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
         return np.ascontiguousarray(operands[0]).view(result.dtype)

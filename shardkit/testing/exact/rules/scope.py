@@ -9,6 +9,7 @@ import numpy as np
 
 from shardkit._jax.jaxprs import source_line
 from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Known, Operand, lift_operand
 
@@ -61,6 +62,9 @@ class Scope:
         # There is no coverage in a search for a line, and in tests of single rules.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
+        if self.field.turned == (id(equation), part):
+            turned = find_equal(self.field, x, y) if self.field.turns_ties else True
+            truth = np.asarray(truth) ^ turned
         return self.field.marks.add(np.asarray(truth), decision=True)
 
     def choose(self, equation: Any, chosen: np.ndarray, x: Exact, part: str = "") -> None:

@@ -48,7 +48,10 @@ def read_shape(operation: Any, result: int = 0) -> tuple[int, ...]:
 
 def read_dtype(operation: Any, result: int = 0) -> Any:
     """The numpy dtype of a result."""
-    return DTYPES[str(operation.results[result].type.element_type)]
+    name = str(operation.results[result].type.element_type)
+    if name not in DTYPES:
+        raise UnreadableError(f"an array of {name}")
+    return DTYPES[name]
 
 
 def read_numbers(operation: Any, name: str, default: Any = None) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -38,8 +39,10 @@ def _choose_branch(reader: BlockReader, operation: Any, which: Any, *operands: A
     blocks = [region.blocks[0] for region in operation.regions]
     branches = [reader.make_function(block) for block in blocks]
     if which.dtype == np.bool_:  # a branch for true, then one for false
-        branches = branches[::-1]
-    return list(lax.switch(lax.convert_element_type(which, np.int32), branches))
+        return list(lax.switch(lax.convert_element_type(which, np.int32), branches[::-1]))
+    # A number without a branch means the last one here, also below zero, which jax takes for the first.
+    last = len(branches) - 1
+    return list(lax.switch(jnp.where(which < 0, last, which), branches))
 
 
 def _make_tuple(reader: BlockReader, operation: Any, *operands: Any) -> Any:

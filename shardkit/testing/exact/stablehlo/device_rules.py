@@ -58,6 +58,8 @@ def _find_group(reader: BlockReader, operation: Any) -> _Group:
     groups = _read_groups(operation)
     if groups.size == 0:
         groups = np.arange(devices)[None]
+    if sorted(groups.flat) != list(range(devices)):
+        raise UnreadableError(f"{operation.operation.name} over groups that leave out a device")
     members = np.zeros((devices, groups.shape[1]), np.int32)
     places = np.zeros(devices, np.int32)
     for group in groups:

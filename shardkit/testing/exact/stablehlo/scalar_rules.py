@@ -125,6 +125,11 @@ def _reinterpret(reader: BlockReader, operation: Any, x: Any) -> Any:
     return lax.bitcast_convert_type(x, read_dtype(operation))
 
 
+def _round(reader: BlockReader, operation: Any, x: Any) -> Any:
+    exponent = read_integer(operation, "exponent_bits")
+    return lax.reduce_precision(x, exponent, read_integer(operation, "mantissa_bits"))
+
+
 def _keep(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     """Rounding to fewer bits is not modelled, and copies change nothing."""
     return list(operands)
@@ -181,7 +186,7 @@ SCALAR_RULES: dict[str, Callable[..., Any]] = {
     "stablehlo.clamp": _clamp,
     "stablehlo.convert": _convert,
     "stablehlo.bitcast_convert": _reinterpret,
-    "stablehlo.reduce_precision": _keep,
+    "stablehlo.reduce_precision": _round,
     "mhlo.copy": _keep,
     "stablehlo.optimization_barrier": _keep,
     "stablehlo.map": _map_elements,
