@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as attribute
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -148,10 +148,16 @@ class Interpreter(JaxprInterpreter[Operand]):
     seen: Seen | None = None
     around: str = ""
 
-    @property
+    # Asked at every equation.
+    @cached_property
     def rank(self) -> int:
         """The number of dims in front."""
         return len(self.axes)
+
+    @cached_property
+    def scope(self) -> Scope:
+        """What rules are given beside equations here."""
+        return Scope(self.field, self.rank, self.around)
 
     def constant(self, x: Any) -> Operand:
         """An array that a program closes over, with a dim of size 1 in front for each axis."""
@@ -195,7 +201,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         if equation.primitive.name in _CONTROL_FLOW:
             return results
         results = self._mark_results(equation, operands, results)
-        note_constants(Scope(self.field, self.rank, self.around), self.axes, equation, operands, results)
+        note_constants(self.scope, self.axes, equation, operands, results)
         return results
 
     def _tell(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand]) -> Sequence[Operand] | None:
@@ -224,7 +230,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             (solve,) = compat.inner_programs(equation)
             return self.call(equation, solve, solve_operands(equation, operands))
         if any(isinstance(x, Exact) for x in operands):
-            return apply_rule(Scope(self.field, self.rank, self.around), equation, operands)
+            return apply_rule(self.scope, equation, operands)
         return self._compute_known(equation, operands)
 
     def call(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
@@ -261,7 +267,7 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def _follows_floats(self, equation: Any, operands: Sequence[Operand]) -> bool:
         """Whether a known result follows from floats, because an operand does."""
-        if not any(self.field.marks.follows_floats(x) for x in operands):
+        if not self.field.marks.any_follows_floats(operands):
             return False
         return not self._is_forced(equation, operands)
 
@@ -481,6 +487,8 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def _refuse_waiting(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
         """Refuses a collective that some of its devices do not come to: the others would wait for them."""
+        if (which == which.flat[0]).all():
+            return
         for body in bodies:
             for site in walk(body.jaxpr):
                 row = registered(site.name)

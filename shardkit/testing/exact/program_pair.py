@@ -366,7 +366,7 @@ class ProgramPair:
         if not all(_are_close(field, x, y, _ROUNDS_OF_FLOATS) for x, y in results.pairs):
             return None
         on_mesh, alone = [field.constants.get(side, set()) for side in (ON_MESH, ALONE)]
-        folded = explain_constants(on_mesh - alone, alone) or explain_constants(alone - on_mesh, on_mesh)
+        folded = explain_constants(on_mesh, alone) or explain_constants(alone, on_mesh)
         if not folded:
             return None
         other = field.with_folded(folded)

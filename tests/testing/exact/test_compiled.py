@@ -312,6 +312,15 @@ def test_constants_that_the_compiler_computed_stand_for_what_they_were_computed_
         assert any("rounded" in sentence and "0.37" in sentence for sentence in proof.assumed)
 
 
+def test_a_folded_constant_is_of_those_that_were_lost(mesh):
+    """Catches 0.01 / 0.70710677 for 0.01 * 1.4142135, which has the same bits."""
+
+    def scale(x):
+        return (x * np.float32(2**0.5)) * np.float32(0.01) + jnp.tanh(x) * np.float32(0.5**0.5)
+
+    assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
+
+
 def test_a_chain_of_constants_is_not_decided(mesh):
     def scale(x):
         for factor in (0.9, 1.1, 0.37, 1.7, 0.77, 1.3):

@@ -30,6 +30,10 @@ def one():
     return jnp.ones(())
 
 
+def almost_one(x):
+    return x * x / (x * x + 1e-30)
+
+
 def row_sum(x):
     return x.sum(-1, keepdims=True)
 
@@ -271,6 +275,19 @@ def test_no_branch_is_left_out(left, right):
         (AssertionError, ValueError), match=r"is not the reference's for all inputs|not decided at test_"
     ):
         equal(left, right, shape=(), spec=P(), grad=False)
+
+
+# Compilers exchange the operands of a maximum, of which the first was taken here.
+def test_the_larger_of_what_float64_does_not_tell_apart():
+    equal(
+        lambda x: jnp.maximum(1.0, almost_one(x)) + jnp.minimum(1.0, almost_one(x)),
+        lambda x: jnp.maximum(almost_one(x), 1.0) - jnp.maximum(-1.0, -almost_one(x)),
+        grad=False,
+    )
+    for wrong in (almost_one, jnp.ones_like, lambda x: jnp.minimum(1.0, almost_one(x))):
+        assert "not decided" in refused(
+            lambda wrong=wrong: equal(lambda x: jnp.maximum(1.0, almost_one(x)), wrong, grad=False)
+        )
 
 
 # In no draw have both a logarithm: nothing was compared, which is no proof.

@@ -11,6 +11,7 @@ from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.known import to_known
 
 BOTH = ("a", "b")
 RNG = np.random.default_rng(5)
@@ -162,6 +163,9 @@ ROWS = {
     "bits": lambda x, y: [
         lax.bitcast_convert_type(lax.ppermute(lax.bitcast_convert_type(x, jnp.int32), "a", [(1, 0)]), jnp.float32),
     ],
+    "shifts of integers": lambda x, y: [
+        lax.shift_right_logical(here() - 8, 1), lax.shift_left(here() - 8, 33 * here()), lax.clamp(1, here() * 3, 2),
+    ],
     "exps and logs": lambda x, y: [
         jnp.exp(jnp.log(x * x + 1)), jnp.exp(x - x), jnp.log(jnp.exp(y)), jnp.log1p(0 * x), jnp.expm1(0 * y),
         jax.nn.sigmoid(0 * x),
@@ -200,3 +204,18 @@ def test_a_primitive_means_what_jax_computes():
             zip(jax.tree.leaves(got[name]), jax.tree.leaves(wanted[name]), strict=True)
         ):
             assert means_the_same(field, found, value), f"result {at} of {name}"
+
+
+# A compiled program holds the random numbers of jax, so the traced one beside it is given the same, without a compiler.
+def test_random_numbers_beside_a_compiled_program_are_those_of_jax():
+    def draw(key):
+        keys = jax.random.split(jax.random.fold_in(key, 4_000_000_000), (2, 3))
+        batched = jax.vmap(lambda key: jax.random.bits(key, (3,), jnp.uint16))(keys[0])
+        return [jax.random.bits(keys[1, 2], (2, 5)), batched, jax.random.key_data(keys), jax.random.uniform(key)]
+
+    key = jax.random.key(123)
+    field = Field(2, 3)
+    field.compiled = True
+    results = Interpreter(field).run(jax.make_jaxpr(draw)(key), [to_known(key)])
+    for found, value in zip(results, draw(key), strict=True):
+        np.testing.assert_array_equal(found, value)

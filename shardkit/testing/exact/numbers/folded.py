@@ -5,12 +5,15 @@ rational. So a constant of one side that is neither simple nor one of the other 
 computed of: constants of the other side, by one or two operations, each rounded to its dtype. The search is for equal
 bits. A constant that is one unit in the last place off, as 0.9999999 for 1, stands for no other.
 
+Several computations may give the same bits: 0.014142135 is 0.01 * 1.4142135, and 0.01 / 0.70710677. Then it is the one
+of the most constants that the side with the folded constant has lost, as 1.4142135, which XLA multiplied.
+
 Whatever the search finds, a certificate names it: with this number, which rounds to the constant, both sides are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -37,10 +40,15 @@ class Folded(NamedTuple):
     words: str
 
 
-def explain_constants(constants: Iterable[Constant], others: Iterable[Constant]) -> dict[Constant, Folded]:
-    """Of constants that are no simple rationals, what they were computed of, for those where that is found."""
+def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[Constant, Folded]:
+    """Of constants of a side that are no simple rationals, what they were computed of, where that is found.
+
+    Args:
+        constants: of the side that may have folded some.
+        others: of the other side.
+    """
     odd = []
-    for value, dtype in sorted(constants):
+    for value, dtype in sorted(constants - others):
         if np.isfinite(value) and _is_odd(value, dtype):
             odd.append((value, dtype))
     if not odd or len(odd) > _MOST_FOLDED:
@@ -53,7 +61,8 @@ def explain_constants(constants: Iterable[Constant], others: Iterable[Constant])
                 leaves.add(abs(value))
         if len(leaves) > _MOST_CONSTANTS:
             continue
-        table = _Table(sorted(leaves), dtype)
+        lost = {abs(value) for value, other_dtype in others - constants if other_dtype == dtype}
+        table = _Table(sorted(leaves), dtype, lost)
         for value, other_dtype in odd:
             found = table.find(value) if other_dtype == dtype else None
             if found is not None:
@@ -75,15 +84,18 @@ class _Table:
     XLA rounds each operation to the dtype. Python computes in float64, of what is not rounded yet, and rounds once.
     """
 
-    def __init__(self, leaves: list[float], dtype: str):
+    def __init__(self, leaves: list[float], dtype: str, lost: set[float]):
         self.dtype = np.dtype(dtype)
         self.leaves = leaves
+        self.lost = lost
         self.once: list[tuple[float, str, float]] = []
         for a in leaves:
             for b in leaves:
                 for name in _OPERATIONS:
                     self.once.append((a, name, b))
         self.ratios = {leaf: simplest(leaf, self.dtype) for leaf in leaves}
+        # [once], how many constants of each the other side has lost.
+        self.losses = np.array([(a in lost) + (b in lost) for a, _, b in self.once])
         self.values = [self._compute_all(self.dtype), self._compute_all(np.dtype(np.float64))]
 
     def _compute_all(self, dtype: Any) -> np.ndarray:
@@ -108,23 +120,39 @@ class _Table:
                 if self._is_near(folded.ratio, size):
                     return _with_sign(folded, sign)
         for once in self.values:
-            for leaf in self.leaves:
-                for name, apply in _OPERATIONS.items():
-                    with np.errstate(all="ignore"):
-                        twice = apply(once, self._round(leaf, once.dtype))
-                    for place in self._find_equal(twice, size):
-                        first = self._compute_once(int(place))
-                        ratio = _apply(name, first.ratio, self._exact(leaf))
-                        if self._is_near(ratio, size):
-                            return _with_sign(Folded(ratio, f"({first.words}) {name} {_show(leaf)}"), sign)
+            twice = self._find_twice(once, size)
+            if twice is not None:
+                return _with_sign(twice, sign)
         return None
+
+    def _find_twice(self, once: np.ndarray, size: Any) -> Folded | None:
+        """What two operations give that size: those of the most lost constants."""
+        best = None
+        most = -1
+        for leaf in self.leaves:
+            for name, apply in _OPERATIONS.items():
+                with np.errstate(all="ignore"):
+                    twice = apply(once, self._round(leaf, once.dtype))
+                for place in self._find_equal(twice, size):
+                    losses = int(self.losses[place]) + (leaf in self.lost)
+                    if losses <= most:
+                        break
+                    first = self._compute_once(int(place))
+                    ratio = _apply(name, first.ratio, self._exact(leaf))
+                    if self._is_near(ratio, size):
+                        most = losses
+                        best = Folded(ratio, f"({first.words}) {name} {_show(leaf)}")
+                        break
+        return best
 
     def _is_near(self, ratio: Fraction, size: Any) -> bool:
         """Whether a constant is an exact value but for roundings: (0.1 + 0.2) - 0.3 is 5.6e-17 in floats, and is 0."""
         return abs(abs(float(ratio)) - float(size)) <= _MOST_ROUNDINGS * float(np.spacing(size))
 
     def _find_equal(self, values: np.ndarray, size: Any) -> np.ndarray:
-        return np.flatnonzero(np.abs(values).astype(self.dtype) == size)
+        """The places of a size, those with the most lost constants first."""
+        places = np.flatnonzero(np.abs(values).astype(self.dtype) == size)
+        return places[np.argsort(-self.losses[places], kind="stable")]
 
     def _compute_once(self, place: int) -> Folded:
         a, name, b = self.once[place]

@@ -11,6 +11,7 @@ is noted; `< 0` could not, and is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,15 @@ class Marks:
     def follows_floats(self, x: Any) -> bool:
         """Whether integers or booleans follow from floats."""
         return id(x) in self._arrays
+
+    def any_follows_floats(self, operands: Sequence[Any]) -> bool:
+        """Whether one of some arrays does."""
+        # A loop, because this is asked at every equation.
+        if self._arrays:
+            for x in operands:
+                if id(x) in self._arrays:
+                    return True
+        return False
 
     def is_decision(self, x: Any) -> bool:
         """Whether booleans are what a comparison of floats gave, or several joined."""

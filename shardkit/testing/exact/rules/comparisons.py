@@ -18,8 +18,9 @@ import numpy as np
 
 from shardkit.testing.exact.numbers.arithmetic import negate
 from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
-from shardkit.testing.exact.numbers.orders import find_equal, find_keys
+from shardkit.testing.exact.numbers.orders import find_equal, find_keys, highest_residues
 from shardkit.testing.exact.numbers.values import SIGN, Exact
 from shardkit.testing.exact.rules.operands import Known, Operand, require_known
 from shardkit.testing.exact.rules.scope import Scope
@@ -93,6 +94,9 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         takes_x = x_keys <= y_keys
         sign = np.minimum(x.sign, y.sign)
         is_known = sign < 0
+    close = (x_keys == y_keys) & ~find_equal(scope.field, x, y)
+    if close.any():
+        takes_x = np.where(close, _takes_first_of_close(scope.field, equation.primitive.name, x, y), takes_x)
     # Where x is NaN no comparison holds: x is taken, so that NaN spreads.
     mask = scope.decide(equation, takes_x, x, y) | np.isnan(x_keys)
     chosen = where(mask, x, y)
@@ -100,6 +104,18 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     facts = chosen.facts.copy()
     facts[SIGN] = np.where(is_known, sign, chosen.sign)
     return replace(chosen, facts=facts)
+
+
+def _takes_first_of_close(field: Field, name: str, x: Exact, y: Exact) -> np.ndarray:
+    """bool [...]: whether max or min takes x, where float64 does not tell apart which one is the larger.
+
+    In `max(1, g**2 / (g**2 + 1e-30))` either may be taken, but it must be the same in `max(g**2 / (g**2 + 1e-30), 1)`,
+    as compilers write it, and the other one in `min`. So the larger one is the one with the smaller residue.
+    """
+    x_residues = highest_residues(field, to_number(field, x))[0]
+    y_residues = highest_residues(field, to_number(field, y))[0]
+    is_larger = x_residues < y_residues
+    return is_larger if name == "max" else ~is_larger
 
 
 def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:

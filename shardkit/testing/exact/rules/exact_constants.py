@@ -53,11 +53,14 @@ def note_constants(
     scope: Scope, axes: Mapping[str, int], equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> None:
     """Notes how an equation computed a float constant, if float32 may have rounded it or what it was computed of."""
-    if len(results) != 1 or any(isinstance(x, Exact) for x in (*operands, *results)):
+    if len(results) != 1:
         return
     result = results[0]
-    if result.dtype.kind != "f" or any(result is x for x in operands):
+    if isinstance(result, Exact) or result.dtype.kind != "f":
         return
+    for x in operands:
+        if isinstance(x, Exact) or result is x:
+            return
     name = equation.primitive.name
     row = registered(name)
     computed = scope.field.computed

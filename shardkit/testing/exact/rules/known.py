@@ -18,7 +18,7 @@ from shardkit.testing.exact.numbers.constants import widen
 from shardkit.testing.exact.rules.binding import bind_primitive
 from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE, move_known
 from shardkit.testing.exact.rules.operands import Known, is_key, known_dtype
-from shardkit.testing.exact.rules.random_keys import apply_random, make_words
+from shardkit.testing.exact.rules.random_keys import apply_random, apply_threefry, make_words
 
 # Elementwise functions that numpy computes with jax's bits, and faster.
 
@@ -50,6 +50,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "shift_left": np.left_shift,
     "shift_right_logical": _shift_logically,
     "square": np.square,
     "sqrt": np.sqrt,
@@ -89,6 +90,9 @@ def compute_known(
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
     if name.startswith("random_") and real_keys:
+        drawn = apply_threefry(equation, operands)
+        if drawn is not None:
+            return [drawn]
         return bind_primitive(equation, operands, rank, real_keys=True)
     if name.startswith("random_"):
         words = apply_random(equation, operands, draw)
@@ -137,6 +141,9 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     # Bits of the same width: float32 and int32.
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
         return np.ascontiguousarray(operands[0]).view(result.dtype)
+    if name == "clamp" and jnp.issubdtype(result.dtype, jnp.integer):
+        low, x, high = _align(operands, rank)
+        return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(result.dtype))
     if name == "select_n":
         which, no, yes = _align(operands, rank)
         return np.where(which, yes, no)

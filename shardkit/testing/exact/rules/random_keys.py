@@ -1,7 +1,8 @@
 """Random numbers: a key is a word of 64 bits, and its draws are hashes of the word and a place.
 
 jax's own random numbers are hashes too, by another function that takes longer to compile than all the rest of a proof.
-A program that is right is right for any hash.
+A program that is right is right for any hash. But a compiled program holds jax's own hash, which its traced one must
+then draw too: `apply_threefry` computes it.
 
 Worked example: `random.split(key, 2)` of the word w gives mix(w + 2**32) and mix(w + 2 * 2**32). `random.bits(key)` of
 a key gives mix(w + 2**32), cut to 32 bits. In further draws of inputs the bits are hashed with the seed of the draw:
@@ -14,12 +15,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from shardkit._jax import compat
 from shardkit.testing.exact.numbers.hashing import mix
 
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)  # bits
+# Of Threefry-2x32: by how many bits the rounds rotate, and the word that the third part of the key has.
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_GROUPS = 5
+_PARITY = np.uint32(0x1BD11BDA)
 
 
 def make_words(data: np.ndarray) -> np.ndarray:
@@ -84,3 +91,53 @@ def _hash_places(keys: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     places = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << _HALF
     keys = keys.reshape(keys.shape + (1,) * len(shape))
     return np.asarray(mix(keys, places.reshape(shape)))
+
+
+def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
+    """What jax itself draws of a threefry key, as a compiled program does; None for other keys and primitives.
+
+    The key is a word of two halves, and so is what is drawn at a place: the hash of the two halves of its number.
+    """
+    name = equation.primitive.name
+    if name not in ("random_fold_in", "random_split", "random_bits") or not _is_threefry(equation):
+        return None
+    keys = operands[0]
+    if name == "random_fold_in":
+        return _hash_threefry(keys, operands[1].astype(np.uint64))
+    shape = equation.params["shape"]
+    places = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+    words = _hash_threefry(keys.reshape(keys.shape + (1,) * len(shape)), places)
+    if name == "random_split":
+        return words
+    width = equation.params["bit_width"]
+    if width < 64:
+        words = (words >> _HALF) ^ (words & _LOW_HALF)
+    return words.astype(f"uint{width}")
+
+
+def _is_threefry(equation: Any) -> bool:
+    """Whether keys are those of threefry, and are split by the number of each place."""
+    impl = compat.key_impl(equation.invars[0].aval.dtype).name
+    return impl == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)
+
+
+def _hash_threefry(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Threefry-2x32 of words of 64 bits, of which each half is one of its words (Salmon et al., SC 2011)."""
+    shape = np.broadcast_shapes(keys.shape, numbers.shape)
+    # In one dim, because the sums of arrays wrap around, and those of numpy's scalars warn.
+    keys = np.broadcast_to(keys, shape).reshape(-1)
+    numbers = np.broadcast_to(numbers, shape).reshape(-1)
+    first_key = (keys >> _HALF).astype(np.uint32)
+    second_key = (keys & _LOW_HALF).astype(np.uint32)
+    schedule = (first_key, second_key, first_key ^ second_key ^ _PARITY)
+    first = (numbers >> _HALF).astype(np.uint32) + first_key
+    second = (numbers & _LOW_HALF).astype(np.uint32) + second_key
+    for group in range(_GROUPS):
+        for rotation in _ROTATIONS[group % 2]:
+            first = first + second
+            second = (second << np.uint32(rotation)) | (second >> np.uint32(32 - rotation))
+            second = second ^ first
+        first = first + schedule[(group + 1) % 3]
+        second = second + schedule[(group + 2) % 3] + np.uint32(group + 1)
+    words = (first.astype(np.uint64) << _HALF) | second.astype(np.uint64)
+    return words.reshape(shape)
