@@ -118,7 +118,7 @@ def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray 
 def _is_threefry(equation: Any) -> bool:
     """Whether keys are those of threefry, and are split by the number of each place."""
     impl = compat.key_impl(equation.invars[0].aval.dtype).name
-    return impl == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)
+    return impl == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable", False))
 
 
 def _hash_threefry(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
