@@ -300,9 +300,14 @@ def _drop_unit_dims(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
     which sends twice as much. With one sequence on a device, `[1, T, D]`, that happens in each block of sequence
     parallelism. So `[T, D]` is sent. A gather drops such dims too, because its gradient is scattered.
     """
-    unit_dims = [d for d, size in enumerate(x.shape) if size == 1 and d != dim]
-    dropped_before = [d for d in unit_dims if d < dim]
-    return lax.squeeze(x, unit_dims), dim - len(dropped_before)
+    unit_dims = []
+    new_dim = dim
+    for number, size in enumerate(x.shape):
+        if size == 1 and number != dim:
+            unit_dims.append(number)
+            if number < dim:
+                new_dim -= 1
+    return lax.squeeze(x, unit_dims), new_dim
 
 
 @typed

@@ -62,21 +62,28 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
     sizes = compat.bound_axes()
     tracked = compat.tracked_axes()
     names = tuple(sizes) if axis is None else bound("debug_print", axis)
-    gathered_axes = tuple(a for a in sizes if a in names)
+    gathered_axes = tuple(axis_name for axis_name in sizes if axis_name in names)
     leaves = []
     values = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         leaf = lax.stop_gradient(jnp.asarray(leaf))
         varying = compat.varying_axes(leaf)
-        # vmap tracks no axes: over its axes any value may vary.
-        axes = {a: sizes[a] for a in gathered_axes if a in varying or a not in tracked}
+        axes = {}
+        for axis_name in gathered_axes:
+            # vmap tracks no axes: over its axes any value may vary.
+            if axis_name in varying or axis_name not in tracked:
+                axes[axis_name] = sizes[axis_name]
         leaves.append(_Leaf(_leaf_name(name, path), f"{leaf.dtype}{list(leaf.shape)}", axes))
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        values.append(_gather_values(jax.random.key_data(leaf) if is_key else leaf, axes))
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        values.append(_gather_values(leaf, axes))
     # Every device calls its host, and the first one's call prints. A `cond` would spare the other calls, but jax drops
     # a callback inside a cond inside a scan when it differentiates the scan.
     is_first = lax.axis_index(gathered_axes) == 0 if gathered_axes else jnp.array(True)
-    group = {a: lax.axis_index(a) for a in sizes if a not in gathered_axes}
+    group = {}
+    for axis_name in sizes:
+        if axis_name not in gathered_axes:
+            group[axis_name] = lax.axis_index(axis_name)
     jax.debug.callback(partial(_print_values, leaves, gathered_axes), is_first, group, *values)
 
 
@@ -101,7 +108,9 @@ def _print_values(
     lines = []
     for leaf, value in zip(leaves, values, strict=True):
         lines.append(_format_title(leaf, gathered_axes, group))
-        places = [_format_place(tuple(leaf.axes), index) for index in np.ndindex(*leaf.axes.values())]
+        places = []
+        for index in np.ndindex(*leaf.axes.values()):
+            places.append(_format_place(tuple(leaf.axes), index))
         width = len(places[-1])
         for place, shard in zip(places, np.asarray(value), strict=True):
             margin = f"{place:<{width}}  " if place else ""
@@ -124,4 +133,8 @@ def _format_title(leaf: _Leaf, gathered_axes: tuple[str, ...], group: dict[str, 
 
 
 def _format_place(axes: Sequence[str], index: Sequence[Any]) -> str:
-    return " ".join(f"{axis}={i}" for axis, i in zip(axes, index, strict=True))
+    """`data=1 model=3`."""
+    coordinates = []
+    for axis, i in zip(axes, index, strict=True):
+        coordinates.append(f"{axis}={i}")
+    return " ".join(coordinates)

@@ -54,7 +54,9 @@ def shift_array(x: jax.Array, names: _Names, *, by: int = 1, wrap: bool = True) 
     if wrap:
         pairs = [(i, (i + by) % count) for i in range(count)]
     else:
-        pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
+        first = max(0, -by)  # the devices whose target exists: of 4, by=1 sends 0 to 1, 1 to 2 and 2 to 3
+        last = min(count, count - by)
+        pairs = [(i, i + by) for i in range(first, last)]
     if pairs == [(i, i) for i in range(count)]:  # every device keeps its value, and nothing is sent
         return vary(x, names)
     return permute(x, names, pairs)

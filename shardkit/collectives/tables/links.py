@@ -96,8 +96,10 @@ def time_steps(steps: Sequence[Sequence[Message]], links: Bandwidths, chunk_byte
                 for link, share in route.shares.items():
                     loads[link] += share * message.chunks * chunk_bytes
         busiest.append(max(loads.values(), default=0.0))
-        slowest = max((load / links[link] for link, load in loads.items()), default=0.0)
-        seconds.append(latency * longest + slowest)
+        transfer = 0.0  # of the link that takes longest: all links send at once
+        for link, load in loads.items():
+            transfer = max(transfer, load / links[link])
+        seconds.append(latency * longest + transfer)
     return LinkTimes(sum(seconds), tuple(seconds), tuple(busiest))
 
 
@@ -124,8 +126,9 @@ def check_links(where: str, links: Bandwidths, devices: int) -> None:
 def _is_link(link: object, devices: int) -> bool:
     if not isinstance(link, tuple) or len(link) != 2:
         return False
-    if not all(type(end) is int and 0 <= end < devices for end in link):
-        return False
+    for device in link:
+        if type(device) is not int or not 0 <= device < devices:
+            return False
     source, target = link
     return bool(source != target)
 
@@ -151,7 +154,8 @@ def _find_route(links: Bandwidths, source: int, target: int) -> _Route:
 
     From corner to corner of a 2 x 2 grid, 0 to 3: half of the bytes over 0-1 and 1-3, half over 0-2 and 2-3.
     """
-    hops_to_target = _count_hops([(b, a) for a, b in links], target)
+    reversed_links = [(end, start) for start, end in links]
+    hops_to_target = _count_hops(reversed_links, target)
     shares: defaultdict[DevicePair, float] = defaultdict(float)
     amounts = {source: 1.0}  # of the message, by the device that has it
     for _ in range(hops_to_target[source]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -112,7 +113,12 @@ def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair
     """
     target_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by source and part
     source_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by target and part
-    for source, target in sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % devices, pair)):
+
+    def distance_first(pair: Pair) -> tuple[int, Pair]:
+        source, target = pair
+        return (target - source) % devices, pair
+
+    for source, target in sorted(pairs, key=distance_first):
         free_at_source = _find_free_part(target_of[source])
         free_at_target = _find_free_part(source_of[target])
         path = _find_alternating_path(target_of, source_of, target, free_at_source, free_at_target)
@@ -125,12 +131,11 @@ def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair
             source_of[path_target][other_part] = path_source
         target_of[source][free_at_source] = target
         source_of[target][free_at_source] = source
-    part_count = 1 + max((part for parts in target_of for part in parts), default=-1)
-    matchings = []
-    for part in range(part_count):
-        matching = [(source, parts[part]) for source, parts in enumerate(target_of) if part in parts]
-        matchings.append(tuple(matching))
-    return matchings
+    pairs_by_part: defaultdict[int, list[Pair]] = defaultdict(list)
+    for source, target_by_part in enumerate(target_of):
+        for part, target in target_by_part.items():
+            pairs_by_part[part].append((source, target))
+    return [tuple(pairs_by_part[part]) for part in sorted(pairs_by_part)]
 
 
 def _find_alternating_path(

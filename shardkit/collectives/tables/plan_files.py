@@ -297,12 +297,15 @@ class _PlanReader:
         self.sends: list[tuple[Send, int]] = []  # with the version of what was sent
 
     def _read_op(self, plan: Json) -> Op:
-        ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
-        if not ops:
+        matching_op = None
+        for op, name in _COLLECTIVES.items():
+            if name == plan["collective"]:
+                matching_op = op
+        if matching_op is None:
             self._refuse("an allgather, reducescatter or allreduce", f"{plan['collective']!r}")
         if plan["inplace"] is not True or plan["protocol"] != "Simple":
             self._refuse("inplace true and protocol Simple", f"{plan['inplace']!r} and {plan['protocol']!r}")
-        return ops[0]
+        return matching_op
 
     def _read_chunks(self) -> int:
         """The chunks of the whole array, on which all devices must agree."""
@@ -315,7 +318,10 @@ class _PlanReader:
             chunks.add(_check_count(gpu[piece]) * pieces)
         if len(chunks) != 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
             self._refuse("devices in their order, with equally many chunks", f"chunks {sorted(chunks)}")
-        channel_types = {channel["channel_type"] for gpu in self.gpus for channel in gpu["channels"]}
+        channel_types = set()
+        for gpu in self.gpus:
+            for channel in gpu["channels"]:
+                channel_types.add(channel["channel_type"])
         if channel_types - {"memory"}:
             self._refuse("memory channels alone", f"{sorted(channel_types)}")
         return chunks.pop()
@@ -348,13 +354,18 @@ class _PlanReader:
             steps_of[send.target, send.chunk].append(send.step)
         # A message of a table carries what its source had before the step: the sum of all earlier arrivals.
         for send, version in self.sends:
-            earlier = [step for step in steps_of[send.source, send.chunk] if step < send.step]
-            if len(earlier) != version:
+            earlier_arrivals = 0
+            for step in steps_of[send.source, send.chunk]:
+                if step < send.step:
+                    earlier_arrivals += 1
+            if earlier_arrivals != version:
                 self._refuse("messages that are those of steps", f"an older chunk {send.chunk} of device {send.source}")
         clocks = sorted({send.step for send, _ in self.sends})
         numbers = {clock: number for number, clock in enumerate(clocks)}
-        sends = sorted(send._replace(step=numbers[send.step]) for send, _ in self.sends)
-        table = SendTable(self.op, len(self.gpus), self.chunks, tuple(sends), self.name)
+        sends = []
+        for send, _ in self.sends:
+            sends.append(send._replace(step=numbers[send.step]))
+        table = SendTable(self.op, len(self.gpus), self.chunks, tuple(sorted(sends)), self.name)
         table.check()
         return table
 
@@ -385,8 +396,13 @@ class _PlanReader:
         peers = []
         for channel in self.gpus[block.device]["channels"]:
             peers += channel["connected_to"]
+        # An op names a channel by its place in the block's list, which names it by its place in the device's list.
         channel_ids = block.program["channels"][0]["channel_ids"]
-        return [peers[_check_count(channel_ids[_check_count(index)])] for index in op["channel_ids"]]
+        named_peers = []
+        for index in op["channel_ids"]:
+            channel_id = channel_ids[_check_count(index)]
+            named_peers.append(peers[_check_count(channel_id)])
+        return named_peers
 
     def _signal_peers(self, device: int, peers: Sequence[int], is_relaxed: bool) -> None:
         for peer in peers:

@@ -142,8 +142,10 @@ class SendTable:
                 "SendTable.then: a reduce_scatter must go before an all_gather of as many devices and chunks; got "
                 f"{self.described()} before {gather.described()}. Pass the transpose of one of them."
             )
-        later = tuple(send._replace(step=send.step + self.steps) for send in gather.sends)
-        return SendTable("all_reduce", self.devices, self.chunks, self.sends + later, self.name)
+        sends = list(self.sends)
+        for send in gather.sends:
+            sends.append(send._replace(step=send.step + self.steps))
+        return SendTable("all_reduce", self.devices, self.chunks, tuple(sends), self.name)
 
     def described(self) -> str:
         """A description, in a line."""
@@ -219,7 +221,10 @@ class _Devices:
 
     def run_step(self, sends: Sequence[Send]) -> None:
         """Sends what the sources had before the step."""
-        sent = [(self.values[s.source][s.chunk], self.orders[s.chunk][s.source]) for s in sends]
+        # All chunks are read before any is written: each device sends what it had before the step.
+        sent = []
+        for send in sends:
+            sent.append((self.values[send.source][send.chunk], self.orders[send.chunk][send.source]))
         if self.table.op == "reduce_scatter":  # the source passes its sum on, and keeps nothing of it
             for send in sends:
                 self.values[send.source][send.chunk] = 0
