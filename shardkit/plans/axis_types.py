@@ -85,7 +85,10 @@ def apply_on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int])
     typed = jax.typeof(x).sharding
     if typed.mesh.empty or auto_mesh(typed.mesh) is typed.mesh:
         return fn(x)
-    entries = [None if dim in whole else entry for dim, entry in enumerate(typed.spec)]
+    entries = list(typed.spec)
+    for dim in range(len(entries)):
+        if dim in whole:
+            entries[dim] = None
     layout = NamedSharding(typed.mesh, canonical(PartitionSpec(*entries)))
     run = wrap_for_explicit_axes(fn, typed.mesh)
     return jax.jit(lambda x: jax.sharding.reshard(run(x), layout))(x)

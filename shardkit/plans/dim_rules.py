@@ -54,10 +54,14 @@ def _find_dim(name: str, axes: tuple[str, ...], path: str, shape: tuple[int, ...
     Of the axes ("d",): dim 1 for P(None, "d") and for P(None, ("t", "d")), none for P("t"). P("d", "d") is refused.
     """
     entries = spec_axes(spec)
-    dims = [dim for dim, entry in enumerate(entries) if set(entry) & set(axes)]
     too_long = len(entries) > len(shape)
-    apart = len(dims) > 1 or any(not set(axes) <= set(entries[dim]) for dim in dims)
-    if too_long or apart:
+    dims = []
+    partial = False  # whether a dim has some of the axes, and not all
+    for dim, entry in enumerate(entries):
+        if set(entry) & set(axes):
+            dims.append(dim)
+            partial = partial or not set(axes) <= set(entry)
+    if too_long or partial or len(dims) > 1:
         pronoun = "it" if len(axes) == 1 else "them"
         raise ValueError(
             f"{name}: the rules must put {named(axes)} on one dim of leaf {path}; got {tuple(spec)} for shape "

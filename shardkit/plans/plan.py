@@ -46,7 +46,10 @@ class Plan(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis the plan uses."""
-        return tuple(axis for strategy in self.strategies for axis in strategy.axes)
+        axes: list[str] = []
+        for strategy in self.strategies:
+            axes += strategy.axes
+        return tuple(axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -119,8 +122,11 @@ class Plan(NamedTuple):
 
     def _check_names(self, params: Any) -> None:
         """Refuses a strategy that names a leaf or subtree which the parameters do not have, and stages of no stack."""
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
-        leaves = quoted(paths[:8]) + (", ..." if len(paths) > 8 else "")
+        leaves_with_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+        paths = [path_name(path) for path, _ in leaves_with_path]
+        leaves = quoted(paths[:8])
+        if len(paths) > 8:
+            leaves += ", ..."
         for strategy in self.strategies:
             for name in strategy.names:
                 if not any(is_in_subtrees(path, (name,)) for path in paths):
@@ -209,7 +215,12 @@ class Plan(NamedTuple):
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> LeafLayout:
         decisions = dict(self.split_leaf(path, x, mesh))
-        splits = [split for split in decisions.values() if isinstance(split, Split)]
+        splits = []
+        rows: tuple[int, ...] = ()
+        for split in decisions.values():
+            if isinstance(split, Split):
+                splits.append(split)
+                rows = rows or split.rows
         varying_axes: list[str] = []
         sums = []
         for strategy in self.strategies:
@@ -222,7 +233,7 @@ class Plan(NamedTuple):
         layout = LeafLayout(
             align_times(splits),
             varies=tuple(varying_axes),
-            rows=next((split.rows for split in splits if split.rows), ()),
+            rows=rows,
             sums=tuple(sums),
             automatic=self._automatic_spec(path),
         )
@@ -357,7 +368,7 @@ def strategy(
             algorithm.fits(name, axes)
     rule_axes = axes_of_rules(name, axes, rules)
     paths = [path for path, rule_axis in rule_axes if rule_axis in axes]
-    made = Strategy(
+    part = Strategy(
         f"{name}({quoted(axes)})",
         axes,
         rank,
@@ -369,7 +380,7 @@ def strategy(
         reduce=reduce,
         rule_axes=rule_axes,
     )
-    return Plan((made,))
+    return Plan((part,))
 
 
 @typed
@@ -393,7 +404,9 @@ def chain(*plans: Plan) -> Plan:
         >>> tuple(plan.batch_spec(mesh))
         (('data', 'model'),)
     """
-    strategies = [strategy for plan in plans for strategy in plan.strategies]
+    strategies: list[Strategy] = []
+    for plan in plans:
+        strategies += plan.strategies
     if not strategies:
         raise ValueError("chain: at least one plan is needed; got none. Pass for example dp('data').")
     users: dict[str, str] = {}

@@ -61,7 +61,7 @@ def separate_kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
     is gathered before it: also once.
     """
     kept: list[Cut] = []
-    others: list[Cut] = []
+    regathered: list[Cut] = []
     kept_dims: set[int] = set()
     for cut in cuts:
         if cut.keep:
@@ -69,8 +69,8 @@ def separate_kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
         if cut.dim in kept_dims:
             kept.append(cut)
         else:
-            others.append(cut)
-    return tuple(kept), tuple(others)
+            regathered.append(cut)
+    return tuple(kept), tuple(regathered)
 
 
 class Split(NamedTuple):
@@ -184,8 +184,10 @@ class LeafLayout(NamedTuple):
     @property
     def entry(self) -> bool:
         """Whether a lazy leaf is opened just before the loss, instead of by the loss."""
-        by_layer = any("layer" in (split.gather, split.scatter) for split in self.splits)
-        return self.lazy and not by_layer
+        for split in self.splits:
+            if split.gather == "layer" or split.scatter == "layer":
+                return False
+        return self.lazy
 
     def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
         """The cuts of the splits whose `gather` is one of these times, and whose `scatter` is one of these times too.
@@ -252,12 +254,14 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
 
 def _add_cut(cuts: list[Cut], cut: Cut) -> None:
     """Appends a cut, or adds its axes to the last cut of its dim if the two cuts differ only in their axes."""
-    same_dim = [number for number, earlier in enumerate(cuts) if earlier.dim == cut.dim]
-    if same_dim:
-        last = cuts[same_dim[-1]]
+    for number in reversed(range(len(cuts))):
+        last = cuts[number]
+        if last.dim != cut.dim:
+            continue
         if last._replace(axes=cut.axes) == cut:
-            cuts[same_dim[-1]] = last._replace(axes=last.axes + cut.axes)
+            cuts[number] = last._replace(axes=last.axes + cut.axes)
             return
+        break
     cuts.append(cut)
 
 
@@ -294,8 +298,11 @@ def align_times(splits: Iterable[Split]) -> tuple[Split, ...]:
     for number, split in enumerate(aligned):
         if split.scatter == "never":
             continue
-        times = [later.scatter for later in aligned[number:] if later.dim == split.dim]
-        aligned[number] = split._replace(scatter=min(times, key=_SCATTERS.index))
+        earliest: Scatter = split.scatter
+        for later in aligned[number + 1 :]:
+            if later.dim == split.dim:
+                earliest = min(earliest, later.scatter, key=_SCATTERS.index)
+        aligned[number] = split._replace(scatter=earliest)
     return tuple(aligned)
 
 

@@ -181,7 +181,10 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
         sizes = padding(x.shape, form.spec, mesh)
         if sizes:
             shape = padded_shape(x.shape, form.spec, mesh)
-            x = jnp.pad(x, [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)])
+            widths = []
+            for size, padded_size in zip(x.shape, shape, strict=True):
+                widths.append((0, padded_size - size))
+            x = jnp.pad(x, widths)
         return wrap_stored(x, sizes, form.rows)
 
     return jax.tree.map(pad, storage, tree)
@@ -265,6 +268,9 @@ def padding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Sizes:
 
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape with each dim rounded up to a multiple of the devices that split it."""
-    devices = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
-    devices += [1] * (len(shape) - len(devices))
-    return tuple(math.ceil(size / n) * n for size, n in zip(shape, devices, strict=True))
+    # A leaf 6x4 under P("fsdp") of 4 devices is stored as 8x4: 2 rows on each, of which the last device's are padding.
+    padded = list(shape)
+    for dim, axes in enumerate(spec_axes(spec)):
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        padded[dim] = math.ceil(shape[dim] / devices) * devices
+    return tuple(padded)

@@ -118,7 +118,9 @@ class _Counter:
         self.prefetched = prefetched
         self.deterministic = deterministic
         self.traffic = PlanTraffic({}, {}, {})
-        self.layerwise_names = tuple(name for strategy in plan.strategies for name in strategy.names)
+        self.layerwise_names: tuple[str, ...] = ()
+        for strategy in plan.strategies:
+            self.layerwise_names += strategy.names
         self.batch_spec = plan.batch_spec(mesh)
         # The numbers of elements that are summed in one all_reduce: gradients that are summed over the same axes by the
         # same algorithm, and vary over the same axes, are sent together.
@@ -145,14 +147,14 @@ class _Counter:
         self._add_gathers(gathered, gathered_first, self._local_shape(original, layout.rest), compute)
         closed_splits = tuple(split for split in layout.splits if split.gather in ("never", "layer"))
         closed = LeafLayout(closed_splits).rest
-        once, again = separate_kept_cuts(layout.cuts(gather=("layer",)))
+        kept_cuts, regathered_cuts = separate_kept_cuts(layout.cuts(gather=("layer",)))
         shape = self._local_shape(original, closed)
-        shape = self._add_gathers(opened, once, shape, compute, self.accumulate, by_layer)
+        shape = self._add_gathers(opened, kept_cuts, shape, compute, self.accumulate, by_layer)
         gathers = 1 if layout.entry else _GATHERS
-        self._add_gathers(opened, again, shape, compute, self.accumulate * gathers, by_layer)
+        self._add_gathers(opened, regathered_cuts, shape, compute, self.accumulate * gathers, by_layer)
         if self.prefetched and by_layer:
             # The backward pass begins with the last layer, which the forward pass has just gathered: one layer less.
-            self._add_gathers(opened, again, (1, *shape[1:]), compute, -self.accumulate, by_layer)
+            self._add_gathers(opened, regathered_cuts, (1, *shape[1:]), compute, -self.accumulate, by_layer)
         gathered_last = layout.cuts(gather=("update",))
         updated = self._local_shape(original, layout.update)
         self._add_gathers(gathered, gathered_last, updated, self.value_bytes.param)
@@ -201,13 +203,16 @@ class _Counter:
                 f"plan_traffic: the algorithm {algorithm} must have a cost, to be compared with the census; it has "
                 "none. Pass Algorithm(..., cost=...)."
             )
-        ways = {axis: self.mesh.shape[axis] for axis in axes if self.mesh.shape[axis] > 1}
-        if not ways:
+        sizes = {}
+        for axis in axes:
+            if self.mesh.shape[axis] > 1:
+                sizes[axis] = self.mesh.shape[axis]
+        if not sizes:
             return
         if algorithm.feedback and kernel != "all_gather":
             itemsize = 4  # with feedback sums are in float32
-        for sent_over, sent in algorithm.cost(kernel, elements, itemsize, ways).items():
-            part[sent_over] = part.get(sent_over, Fraction(0)) + times * sent
+        for link_axes, sent in algorithm.cost(kernel, elements, itemsize, sizes).items():
+            part[link_axes] = part.get(link_axes, Fraction(0)) + times * sent
 
     def _add_gathers(
         self,
@@ -231,8 +236,11 @@ class _Counter:
     ) -> tuple[int, ...]:
         """Adds reduce_scatters of dims that are padded first; returns the shape after them."""
         for dim in {cut.dim for cut in cuts}:
-            ways = math.prod(self._count_devices(cut.axes) for cut in cuts if cut.dim == dim)
-            padded_rows = -(-shape[dim] // ways) * ways
+            devices = 1
+            for cut in cuts:
+                if cut.dim == dim:
+                    devices *= self._count_devices(cut.axes)
+            padded_rows = -(-shape[dim] // devices) * devices
             shape = _scale_dim(shape, dim, padded_rows, shape[dim])
         reduced = self.traffic.reduced
         itemsize = self.value_bytes.reduce
