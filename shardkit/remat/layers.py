@@ -89,12 +89,12 @@ def gathered(
             args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
             return _checkpoint(layer_fn, policy)(*args, **kwargs)
 
-        def call(weights: list[Any], others: list[Any]) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, is_weight.join(weights, others))
+        def call(weights: list[Any], activations: list[Any]) -> Any:
+            args, kwargs = jax.tree.unflatten(tree, is_weight.join(weights, activations))
             return layer_fn(*args, **kwargs)
 
-        weights, others = is_weight.split(leaves)
-        return regather_layer(call, weights, others, policy=policy or POLICIES["dots"])
+        weights, activations = is_weight.split(leaves)
+        return regather_layer(call, weights, activations, policy=policy or POLICIES["dots"])
 
     return layer
 
@@ -178,7 +178,7 @@ def scan_layers(
     _check_carried(x, after)
     x = jax.tree.map(vary_like, x, after)  # a scan's carry enters as the layer returns it: varying over the same axes
     _check_microbatches(x, microbatches)
-    has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
+    has_handles = any(map(is_handle, jax.tree.leaves(stacked, is_leaf=is_handle)))
     plain = microbatches == 1 and not has_handles
     options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
     layer: Callable[..., Any] = partial(regather_layer, layer_fn, **options)
@@ -277,7 +277,9 @@ def is_list_of_layers(stacked: Any) -> bool:
     """Whether this is a list of layers: pytrees of the same structure and shapes."""
     if not isinstance(stacked, list) or len(stacked) < 2:
         return False
-    shapes = {str(jax.tree.map(jnp.shape, parts(layer))) for layer in stacked}
+    shapes = set()  # of a layer, with its structure, as text
+    for layer in stacked:
+        shapes.add(str(jax.tree.map(jnp.shape, parts(layer))))
     return len(shapes) == 1
 
 
@@ -288,10 +290,10 @@ def _check_carried(x: Any, after: Any) -> None:
     matches = [path for path, _ in taken] == [path for path, _ in returned]
     if matches:
         leaves = zip(jax.tree.leaves(x), jax.tree.leaves(after), strict=True)
-        for (leaf, result), before, now in zip(leaves, taken, returned, strict=True):
+        for (leaf, result), kind_in, kind_out in zip(leaves, taken, returned, strict=True):
             # The dtype of a Python number becomes that of the layers; its shape stays.
             takes_dtype = _takes_any_dtype(leaf) and jnp.shape(leaf) == jnp.shape(result)
-            if before != now and not takes_dtype:
+            if kind_in != kind_out and not takes_dtype:
                 matches = False
     if not matches:
         raise TypeError(
@@ -315,17 +317,29 @@ def _takes_any_dtype(leaf: Any) -> bool:
 
 def _describe_kinds(kinds: list[tuple[str, str]]) -> str:
     root = path_name(())
-    texts = [text if path == root else f"{path}: {text}" for path, text in kinds]
-    return ", ".join(texts)
+    descriptions = []
+    for path, shape in kinds:
+        if path == root:  # x is one array, and has no name
+            descriptions.append(shape)
+        else:
+            descriptions.append(f"{path}: {shape}")
+    return ", ".join(descriptions)
 
 
 def _check_microbatches(x: Any, microbatches: int) -> None:
     """Refuses activations that do not divide into microbatches."""
     if microbatches == 1:
         return
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]  # a leaf may be a Python number
-    sizes = sorted({shape[0] if shape else 0 for shape in shapes})
-    if microbatches < 1 or any(not size or size % microbatches for size in sizes):
+    example_counts = set()
+    for leaf in jax.tree.leaves(x):
+        shape = jnp.shape(leaf)  # a leaf may be a Python number, which has no examples
+        example_counts.add(shape[0] if shape else 0)
+    sizes = sorted(example_counts)
+    divides = microbatches >= 1
+    for size in sizes:
+        if divides and (not size or size % microbatches):
+            divides = False
+    if not divides:
         raise ValueError(
             f"scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes {sizes} "
             f"and microbatches={microbatches}. Choose a divisor of the examples on a device, and let layer_fn "

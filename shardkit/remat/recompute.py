@@ -76,7 +76,7 @@ def _is_tuple_of_names(remat: Any) -> TypeGuard[tuple[str, ...]]:
 
 
 class Mask:
-    """Splits a list of leaves into chosen ones and others, and joins them again.
+    """Splits a list of leaves into the chosen and the unchosen, and joins them again.
 
     `Mask([True, False, True])` splits `[a, b, c]` into `[a, c]` and `[b]`, and joins these to `[a, b, c]`.
     """
@@ -85,21 +85,27 @@ class Mask:
         self.flags = tuple(flags)
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The chosen leaves, and the others."""
+        """The chosen leaves, and the unchosen ones."""
         chosen = []
-        others = []
+        unchosen = []
         for leaf, flag in zip(leaves, self.flags, strict=True):
             if flag:
                 chosen.append(leaf)
             else:
-                others.append(leaf)
-        return chosen, others
+                unchosen.append(leaf)
+        return chosen, unchosen
 
-    def join(self, chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def join(self, chosen: Sequence[Any], unchosen: Sequence[Any]) -> list[Any]:
         """All leaves in their order."""
         next_chosen = iter(chosen)
-        next_other = iter(others)
-        return [next(next_chosen if flag else next_other) for flag in self.flags]
+        next_unchosen = iter(unchosen)
+        leaves = []
+        for flag in self.flags:
+            if flag:
+                leaves.append(next(next_chosen))
+            else:
+                leaves.append(next(next_unchosen))
+        return leaves
 
 
 def is_differentiable(x: Any) -> bool:
@@ -221,10 +227,10 @@ def _trace_with_pullback(layer: Traced, policy: Any, examples: Sequence[Leaves],
     out = Mask([is_differentiable(y) for y in jax.tree.leaves(layer.out)])
 
     def run_with_pullback(*leaves: Any) -> Any:
-        chosen, others = differentiated.split(leaves)
+        chosen, constants = differentiated.split(leaves)
 
         def run(chosen: Leaves) -> Any:
-            args = differentiated.join(chosen, others)
+            args = differentiated.join(chosen, constants)
             y = layer(args[:weights_end], args[shared_end:], constants=args[weights_end:shared_end])
             return out.split(jax.tree.leaves(y))
 

@@ -133,7 +133,9 @@ class _RegatheredLayers:
 
     def _find_asked(self, leaves: Leaves) -> list[bool]:
         """For each leaf, whether this call asks for its gradient."""
-        asked = [flag and leaf.perturbed for flag, leaf in zip(self._differentiable, leaves, strict=True)]
+        asked = []
+        for flag, leaf in zip(self._differentiable, leaves, strict=True):
+            asked.append(flag and leaf.perturbed)
         if self._sweep.is_stack:  # after the first layer, every activation depends on weights
             _, _, x = self._examples
             first = len(leaves) - len(x)
@@ -202,7 +204,10 @@ def _delay_gathers(weights: Any, dy: Leaves) -> Any:
             return node
         field = "part" if node.whole is None else "whole"  # what is gathered
         x = getattr(node, field)
-        cotangents = [ct for ct in dy if varying_axes(ct) <= varying_axes(x)]
+        cotangents = []
+        for cotangent in dy:
+            if varying_axes(cotangent) <= varying_axes(x):
+                cotangents.append(cotangent)
         x, _ = jax.lax.optimization_barrier((x, cotangents))
         return replace(node, **{field: x})
 
@@ -291,11 +296,10 @@ class _PrefetchedStack:
             # A layer's gradients are reduced in its round, for the reason that `_OneLayer` gives. The gradients of
             # shared leaves are sums over layers, and are reduced once, after the last round.
             layer_grads = _reduce_to_parts(nodes, grads[: len(nodes)])
-            stack_grads = [
-                jax.lax.dynamic_update_index_in_dim(stack, grad, number, 0)
-                for stack, grad in zip(stack_grads, layer_grads, strict=True)
-            ]
-            return dx, stack_grads, add_terms(shared_sums, grads[len(nodes) :])
+            stored_grads = []
+            for stack, grad in zip(stack_grads, layer_grads, strict=True):
+                stored_grads.append(jax.lax.dynamic_update_index_in_dim(stack, grad, number, 0))
+            return dx, stored_grads, add_terms(shared_sums, grads[len(nodes) :])
 
         def run_round(carry: Any, number: jax.Array) -> Any:
             weights, carry = carry
