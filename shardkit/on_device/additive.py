@@ -50,6 +50,7 @@ from shardkit.on_device.example_states import (
     any_whole,
     is_turn,
     join,
+    select,
 )
 from shardkit.on_device.indexing_rules import gather
 from shardkit.on_device.whole_rules import whole_results
@@ -82,7 +83,7 @@ def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch
         batch_axes: the mesh axes whose devices have different examples.
     """
     reader = _LossReader(examples, frozenset(batch_axes))
-    constants = [_constant(a, b) for a, b in zip(few.consts, many.consts, strict=False)]
+    constants = _compare_constants(few.consts, many.consts)
     if len(few.jaxpr.constvars) != len(many.jaxpr.constvars):
         return Loss(Met("another number of constants follows from another number of examples", ""), frozenset())
     outs = reader.run(few.jaxpr, many.jaxpr, [*constants, *states], "")
@@ -154,32 +155,33 @@ class _LossReader:
 
     def run(self, few: Any, many: Any, states: Sequence[State], line: str) -> list[State]:
         """What the results of a jaxpr are, of what its constants and arguments are; `line` is that of the call."""
-        known: dict[Any, State] = dict(zip((*many.constvars, *many.invars), states, strict=True))
+        variables = (*many.constvars, *many.invars)
+        states_by_variable: dict[Any, State] = dict(zip(variables, states, strict=True))
         if len(few.eqns) != len(many.eqns):
-            self._run_unequal(many, known, line)
+            self._run_unequal(many, states_by_variable, line)
         else:
             for equation, twin in zip(many.eqns, few.eqns, strict=True):
                 pair = Pair(twin, equation, self.examples, _line_of(equation, line))
-                operands = [_read(a, b, known) for a, b in zip(twin.invars, equation.invars, strict=False)]
+                operands = _read_all(twin.invars, equation.invars, states_by_variable)
                 results: Sequence[State]
                 if _is_same_operation(twin, equation):
                     results = self.step(pair, operands)
                 else:
                     results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
-                known.update(zip(equation.outvars, results, strict=True))
-        return [_read(a, b, known) for a, b in zip(few.outvars, many.outvars, strict=True)]
+                states_by_variable.update(zip(equation.outvars, results, strict=True))
+        return _read_all(few.outvars, many.outvars, states_by_variable)
 
-    def _run_unequal(self, many: Any, known: dict[Any, State], line: str) -> None:
+    def _run_unequal(self, many: Any, states_by_variable: dict[Any, State], line: str) -> None:
         """Fills in the results of a program with another number of equations for another number of examples."""
         for equation in many.eqns:
             pair = Pair(equation, equation, self.examples, _line_of(equation, line))
-            operands = [_read(atom, atom, known) for atom in equation.invars]
+            operands = _read_all(equation.invars, equation.invars, states_by_variable)
             results: Sequence[State]
             if all(isinstance(state, Whole) for state in operands):
                 results = [any_whole(variable, UNKNOWN) for variable in equation.outvars]
             else:
                 results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
-            known.update(zip(equation.outvars, results, strict=True))
+            states_by_variable.update(zip(equation.outvars, results, strict=True))
 
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         """The states of the results of an equation.
@@ -211,8 +213,10 @@ class _LossReader:
             return [any_whole(variable) for variable in equation.outvars]
         met = _first_met(operands)
         if is_collective and met is None:
-            results = zip(operands, equation.outvars, strict=False)
-            return [send_along(pair, state, variable) for state, variable in results]
+            results = []
+            for state, variable in zip(operands, equation.outvars, strict=False):
+                results.append(send_along(pair, state, variable))
+            return results
         if name == "gather":
             return [gather(pair, operands)]
         if met is not None:
@@ -225,7 +229,7 @@ class _LossReader:
         _, many = compat.inner_jaxprs(pair.many)[number]
         constants_few = compat.inner_constants(pair.few)[number]
         constants_many = compat.inner_constants(pair.many)[number]
-        constants = [_constant(a, b) for a, b in zip(constants_few, constants_many, strict=False)]
+        constants = _compare_constants(constants_few, constants_many)
         return self.run(few, many, [*constants, *operands], pair.line)
 
     def _call(self, pair: Pair, operands: list[State]) -> Sequence[State]:
@@ -243,7 +247,7 @@ class _LossReader:
         results = self._run_inner(pair, arguments)
         for number in range(1, len(compat.inner_jaxprs(pair.many))):
             branch = self._run_inner(pair, arguments, number)
-            results = [join(pair, a, b) for a, b in zip(results, branch, strict=True)]
+            results = _join_all(pair, results, branch)
         return results
 
     def _while(self, pair: Pair, operands: list[State]) -> Sequence[State]:
@@ -253,7 +257,7 @@ class _LossReader:
         if not all(isinstance(state, Whole) for state in operands):
             met = _first_met(operands) or pair.met("the examples decide when a loop ends")
             return [met] * len(outs)
-        scales_known = all(state.scale == 1 for state in operands if isinstance(state, Whole))
+        scales_known = all(state.scale == 1 for state in select(operands, Whole))
         same_loop = str(pair.few.params) == str(pair.many.params)  # its bounds may be numbers in it
         scale = 1.0 if scales_known and same_loop else UNKNOWN
         return [any_whole(variable, scale) for variable in outs]
@@ -261,13 +265,13 @@ class _LossReader:
     def _scan(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         constants, carry, stacks = scan_operands(pair.many, operands)
         slices = [_slice_of(state) for state in stacks]
-        over_examples = any(isinstance(state, Rows) and state.dim == 0 for state in stacks)
+        over_examples = any(state.dim == 0 for state in select(stacks, Rows))
         if over_examples and any(is_turn(state) for state in operands):
             return [pair.met("a loop over the examples runs for every example")] * len(pair.many.outvars)
 
         def turn(carry: list[State]) -> list[State]:
             results = self._run_inner(pair, [*constants, *carry, *slices])
-            return [join(pair, a, b) for a, b in zip(carry, results, strict=False)]
+            return _join_all(pair, carry, results)  # the results after the carry are stacked
 
         settled_carry = find_fixed_point(carry, turn)
         if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
@@ -291,15 +295,40 @@ def _line_of(equation: Any, around: str) -> str:
     return user_line(equation) or around or source_line(equation)
 
 
-def _read(few: Any, many: Any, known: dict[Any, State]) -> State:
-    """What an operand is, a variable or a literal."""
-    if not hasattr(many, "val"):
-        return known[many]
-    return _literal(few.val, many.val) if hasattr(few, "val") else Whole(scale=UNKNOWN)
+def _compare_constants(constants_few: Sequence[Any], constants_many: Sequence[Any]) -> list[State]:
+    """The states of the constants of two programs, as far as both have them."""
+    states: list[State] = []
+    for few, many in zip(constants_few, constants_many, strict=False):
+        states.append(_constant(few, many))
+    return states
+
+
+def _read_all(atoms_few: Sequence[Any], atoms_many: Sequence[Any], states_by_variable: dict[Any, State]) -> list[State]:
+    """What the operands of an equation are, or the results of a program: variables and literals."""
+    states = []
+    for few, many in zip(atoms_few, atoms_many, strict=False):
+        if not hasattr(many, "val"):
+            states.append(states_by_variable[many])
+        elif hasattr(few, "val"):
+            states.append(_literal(few.val, many.val))
+        else:
+            states.append(Whole(scale=UNKNOWN))
+    return states
+
+
+def _join_all(pair: Pair, states: Sequence[State], branch_states: Sequence[State]) -> list[State]:
+    """What each value is if it may be either: of two branches, or of a loop before and after an iteration."""
+    joined = []
+    for state, branch_state in zip(states, branch_states, strict=False):
+        joined.append(join(pair, state, branch_state))
+    return joined
 
 
 def _first_met(operands: Sequence[State]) -> Met | None:
-    return next((state for state in operands if isinstance(state, Met)), None)
+    for state in operands:
+        if isinstance(state, Met):
+            return state
+    return None
 
 
 def _is_same_operation(few: Any, many: Any) -> bool:

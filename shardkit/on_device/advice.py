@@ -63,8 +63,10 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
     """
     reader = _StepReader()
     reader.run(jaxpr, [_ARGUMENT] * len(jaxpr.invars))
-    reductions = [site.equation for site in walk(jaxpr) if kind_of(site.equation) in ("all_reduce", "reduce_scatter")]
-    counts = Counter(axis for equation in reductions for axis in mesh_axes(equation))
+    counts: Counter[str] = Counter()  # of the reductions, by axis
+    for site in walk(jaxpr):
+        if kind_of(site.equation) in ("all_reduce", "reduce_scatter"):
+            counts.update(mesh_axes(site.equation))
     remarks = list(reader.alike)
     for line, axes in reader.quotients.items():
         if not any(counts[axis] >= sums for axis in axes):
@@ -95,9 +97,11 @@ class _StepReader(JaxprInterpreter[_Fact]):
         return _Fact()
 
     def literal(self, atom: Any) -> _Fact:
-        kinds = (jnp.floating, jnp.integer)
-        is_number = not atom.aval.shape and any(jnp.issubdtype(atom.aval.dtype, kind) for kind in kinds)
-        return _Fact(factor=float(atom.val) if is_number else math.nan)
+        dtype = atom.aval.dtype
+        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        if is_real and not atom.aval.shape:
+            return _Fact(factor=float(atom.val))
+        return _Fact(factor=math.nan)
 
     def step(self, equation: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         if compat.in_scope(equation, MEAN):
@@ -233,8 +237,8 @@ def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
         return fact
     first, second = ins
     is_scalar = not equation.outvars[0].aval.shape
-    for term, other in ((first, second), (second, first)):
-        axes = other.differs - term.differs - term.reduced
+    for term, addend in ((first, second), (second, first)):
+        axes = addend.differs - term.differs - term.reduced
         if axes and term.from_argument and is_scalar:
             terms |= {("a term of the total", axes, source_line(equation), term.factor)}
     return fact._replace(factor=first.factor if first.from_argument else second.factor, terms=terms)

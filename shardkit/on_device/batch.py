@@ -67,7 +67,8 @@ def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Ar
     """This device's rows of `example_keys(key, global batch size)`, inside shard_map."""
     # Worked example: 8 examples over 4 devices. Device 2 has rows 0 and 1 of its own, which are examples 4 and 5 of the
     # batch, and folds these numbers into the key. On one device the examples 4 and 5 get the same keys.
-    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
+    arrays = [x for x in jax.tree.leaves(batch) if x.ndim]
+    rows = arrays[0].shape[0]  # all have as many
     axes = example_axes(batch_spec)
     numbers = jnp.arange(rows, dtype=jnp.uint32)
     if axes and axis_size(axes) > 1:

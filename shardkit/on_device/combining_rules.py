@@ -161,8 +161,9 @@ def matrices(pair: Pair, operands: list[State]) -> State:
             return pair.met(f"{pair.name} takes the examples for a matrix")
         if isinstance(state, Whole) and rows[0].dim in state.differs:
             return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")
-    if any(state.scale != 1 for state in operands if isinstance(state, Rows | Whole)):
-        return pair.met(f"{pair.name} combines examples with the number of examples")
+    for state in operands:
+        if isinstance(state, Rows | Whole) and state.scale != 1:
+            return pair.met(f"{pair.name} combines examples with the number of examples")
     return Rows(rows[0].dim, rows[0].copies)
 
 

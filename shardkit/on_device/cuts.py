@@ -35,15 +35,23 @@ def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[
     bytes of the parts.
     """
     spec = PartitionSpec(*(split.get(dim) for dim in range(x.ndim)))
-    axes = {axis for names in split.values() for axis in names}
+    axes: set[str] = set()
+    for dim_axes in split.values():
+        axes.update(dim_axes)
     return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)
 
 
 def _find_automatic_split(cuts: Cuts, ndim: int) -> dict[int, tuple[str, ...]]:
     """The axes by which the partitioner splits an array's dims, if it splits no dim that is cut too."""
-    split = {dim % ndim: axes for cut in cuts for dim, axes in cut.automatic}
-    cut_dims = {cut.dim % ndim for cut in cuts}
-    return {} if split.keys() & cut_dims else split
+    split: dict[int, tuple[str, ...]] = {}
+    cut_dims = set()
+    for cut in cuts:
+        cut_dims.add(cut.dim % ndim)
+        for dim, axes in cut.automatic:
+            split[dim % ndim] = axes
+    if split.keys() & cut_dims:
+        return {}
+    return split
 
 
 def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
@@ -54,7 +62,8 @@ def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split:
     program in a shard_map inside another.
     """
     fn = partial(fn, cuts=tuple(cut._replace(automatic=()) for cut in cuts))
-    if not all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts):
+    plain = all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts)
+    if not plain:
         fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
     return in_parts(fn, x, split)
 

@@ -23,7 +23,8 @@ def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
     """The state of a value that is computed from the one example of a loop's iteration, and from whole values."""
     if not all(isinstance(state, Whole) or is_turn(state) for state in operands):
         return pair.met(f"{pair.name} pairs every example with every other")
-    if all(state.scale == 1 for state in operands if isinstance(state, Whole | Rows)):
+    scales = {state.scale for state in operands if isinstance(state, Whole | Rows)}
+    if scales <= {1}:
         return Rows(EACH_TURN)
     scale = scale_of(pair, operands) if pair.name in NONLINEAR else UNKNOWN
     if scale == UNKNOWN:
@@ -83,9 +84,9 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
         if name == "add" and jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer):  # x[i] adds n to i < 0
             return pair.met("an example is looked up by its place in the batch")
         return pair.met(f"{name} combines examples with the number of examples")
-    first, *others = select(operands, Rows)
-    for other in others:
-        if (other.dim, other.copies) != (first.dim, first.copies):
+    first, *later = select(operands, Rows)
+    for rows in later:
+        if (rows.dim, rows.copies) != (first.dim, first.copies):
             return pair.met(f"{name} pairs every example with every other")
     for number, state in enumerate(operands):
         has_all_dims = len(pair.shape(number)) == len(pair.out)
@@ -99,7 +100,7 @@ def _of_totals(pair: Pair, operands: list[State]) -> State:
     name = pair.name
     if any(isinstance(state, Rows) for state in operands):
         return pair.met(f"{name} combines each example with a sum over all")
-    first, *others = operands
+    first, *later = operands
     if name == "convert_element_type" and _rounds(pair.many):
         return pair.met("a sum over the examples is rounded to an integer")
     if name in LINEAR:
@@ -109,13 +110,13 @@ def _of_totals(pair: Pair, operands: list[State]) -> State:
         totals = select(operands, Total)
         if len(totals) == 1:
             return scale_total(pair, totals[0], factors[0].scale)
-    if name == "div" and isinstance(first, Total) and isinstance(others[0], Whole):
-        divisor = others[0].scale
+    if name == "div" and isinstance(first, Total) and isinstance(later[0], Whole):
+        divisor = later[0].scale
         return scale_total(pair, first, UNKNOWN if divisor == UNKNOWN else 1 / divisor)
     if name in SUMS:
         return _add_totals(pair, operands)
     if name == "select_n" and isinstance(first, Whole) and first.scale == 1:
-        return _add_totals(pair, others)
+        return _add_totals(pair, later)
     return pair.met(f"{name} is applied to a sum over the examples")
 
 

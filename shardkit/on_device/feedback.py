@@ -137,7 +137,11 @@ def sum_by_algorithm(
         sums, left_out = algorithm.all_reduce(operands, axes)
         for gradient, remainder in zip(gradients, left_out, strict=True):
             check_shape(algorithm, "all_reduce", remainder, gradient.grad.shape)
-        gradients = [_add_left_out(*pair) for pair in zip(gradients, left_out, strict=True)]
+        # What this device's operand leaves out is added to its next one, before the sum: see `_scatter_cut`.
+        with_left_out = []
+        for gradient, remainder in zip(gradients, left_out, strict=True):
+            with_left_out.append(_add_left_out(gradient, remainder))
+        gradients = with_left_out
     else:
         sums = algorithm.all_reduce([gradient.grad.astype(dtype) for gradient in gradients], axes)
     reduced = []
@@ -193,8 +197,8 @@ def _place_in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Arr
     shape = *part.shape[:dim], rows * axis_size(axes), *part.shape[dim + 1 :]
     zeros = jnp.zeros(shape, part.dtype)
     first_row = axis_index(axes) * rows
-    whole = vary(zeros, tuple(sorted(varying_axes(part) | set(axes))))
-    return lax.dynamic_update_slice_in_dim(whole, part, first_row, dim)
+    zeros = vary(zeros, tuple(sorted(varying_axes(part) | set(axes))))
+    return lax.dynamic_update_slice_in_dim(zeros, part, first_row, dim)
 
 
 def find_first_cut(layout: LeafLayout) -> int:
@@ -213,8 +217,11 @@ def find_first_cut(layout: LeafLayout) -> int:
     # before all three. Before the last cut would be too late: the gradient has its padding for both cuts of dim 0 then,
     # and the residual has none.
     while True:
-        later_dims = {cut.dim for cut in cuts[first:]}
-        earlier = [i for i in range(first) if cuts[i].dim in padded_dims and cuts[i].dim in later_dims]
-        if not earlier:
+        dims = {cut.dim for cut in cuts[first:]} & padded_dims.keys()
+        moved_to = first
+        for number in reversed(range(first)):
+            if cuts[number].dim in dims:
+                moved_to = number
+        if moved_to == first:
             return first
-        first = earlier[0]
+        first = moved_to

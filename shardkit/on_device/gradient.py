@@ -219,5 +219,8 @@ def takes_carried(loss_fn: LossFn) -> bool:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):
         return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            positional.append(parameter)
     return len(positional) > 3 and positional[3].default is inspect.Parameter.empty

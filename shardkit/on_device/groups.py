@@ -180,10 +180,13 @@ class Groups(NamedTuple):
 
 def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
     """Refuses an update with sums whose order depends on the compiler or on the mesh."""
-    leaves = jax.tree_util.tree_leaves_with_path(specs)
-    split_leaves = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
+    split_leaves = []
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        if any(spec_axes(spec)):
+            split_leaves.append((path_name(path), spec))
     for site in walk(jaxpr):
-        if not any(math.prod(variable.aval.shape) > 1 for variable in site.equation.invars):
+        largest = max((math.prod(variable.aval.shape) for variable in site.equation.invars), default=0)
+        if largest <= 1:  # a scalar has nothing to sum
             continue
         if site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
             raise ValueError(
@@ -192,10 +195,10 @@ def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
                 "one without it."
             )
         if split_leaves and site.name.startswith(_SUMS):
-            path, spec = split_leaves[0]
+            name, spec = split_leaves[0]
             raise ValueError(
                 f"make_train_step: with deterministic= {function} that sums over elements ({site.name}) must have "
-                f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
+                f"whole leaves, because the order of its sums depends on the mesh; leaf {name} is split over "
                 f"{quoted(sorted(all_axes(spec)))}. {remedy}"
             )
 
@@ -249,24 +252,27 @@ def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     if not axes:
         return sum_pairwise(x)
     x, cutting, part = _parts_in_front(x, cuts, axes)
-    others = tuple(axis for axis in axes if axis not in cutting)
+    sharing = tuple(axis for axis in axes if axis not in cutting)
     size = math.prod(part)
     if not size:  # jax refuses to gather empty arrays
         return jnp.zeros(part, x.dtype)
-    pieces = _split_in_pieces(x, [axis_size(axis) for axis in others], len(cutting))
-    order = [(*cutting, *others).index(axis) for axis in axes]
+    pieces = _split_in_pieces(x, [axis_size(axis) for axis in sharing], len(cutting))
+    present_order = (*cutting, *sharing)
+    order = [present_order.index(axis) for axis in axes]
     pieces = jnp.transpose(pieces, (*order, len(axes), len(axes) + 1))
     # An all_to_all and a sum in a fixed order stand in place of a reduce_scatter, whose order of additions is the
     # backend's choice and changes with the number of devices. The bytes are the same.
     total = sum_pieces(pieces.reshape(-1, *pieces.shape[-2:]), axes)
-    if others:
-        total = compat.all_gather_replicated(total, others, 0)
+    if sharing:
+        total = compat.all_gather_replicated(total, sharing, 0)
     return total[:size].reshape(part)
 
 
 def _parts_in_front(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> tuple[jax.Array, list[str], tuple[int, ...]]:
     """`[runs, ...]` as `[size of each cutting axis.., runs, part..]`; the cutting axes; the shape of a part."""
-    axes_of_dim = {cut.dim: [axis for axis in cut.axes if axis in axes] for cut in cuts}
+    axes_of_dim = {}
+    for cut in cuts:
+        axes_of_dim[cut.dim] = [axis for axis in cut.axes if axis in axes]
     shape = [len(x)]
     widths = [(0, 0)]
     dim_of_axis: dict[str, int] = {}  # the dim that counts the parts over an axis

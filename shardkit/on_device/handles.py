@@ -52,7 +52,10 @@ class Handle:
         return f"Handle({getattr(self.part, 'shape', '?')} over {self._axes()})"
 
     def _axes(self) -> str:
-        return quoted(axis for cut in (*self.gathers, *self.scatters) for axis in cut.axes)
+        axes: list[str] = []
+        for cut in (*self.gathers, *self.scatters):
+            axes += cut.axes
+        return quoted(axes)
 
     def __jax_array__(self) -> Any:
         raise self._misuse()
@@ -182,7 +185,9 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
     if not handles:
         # A new tree: flax refuses to change variables of an outer trace.
         return fn(*jax.tree.unflatten(structure, nodes))
-    paths = [_path_in_parameters(path, at) for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle)]
+    paths = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle):
+        paths.append(_path_in_parameters(path, at))
     out: list[Any] = []  # what `fn` returned: its leaves, which may be no arrays, and its structure
     misuse = ""
 
@@ -203,8 +208,10 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
             raise TypeError("jax.jvp cannot pass lazy leaves; the loss calls it. Leave layerwise= out of the plan.")
         results = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(handles)))
         leaves, structure_out = out
-        leaves = [next(results) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves]
-        return jax.tree.unflatten(structure_out, leaves)
+        values = []
+        for leaf in leaves:
+            values.append(next(results) if isinstance(leaf, jax.core.Tracer) else leaf)
+        return jax.tree.unflatten(structure_out, values)
     except Exception as error:
         # jax raises a TypeError, a ValueError or an AssertionError for a dtype that it does not know.
         _, mark, message = str(error).partition(_BEGIN)

@@ -152,8 +152,9 @@ def concatenate(pair: Pair, operands: list[State]) -> State:
     if len(rows) + len(wholes) < len(operands):
         return pair.met("concatenate joins examples and a sum over them")
     first = rows[0]
-    if any((state.dim, state.scale) != (first.dim, first.scale) for state in rows):
-        return pair.met("concatenate pairs every example with every other")
+    for state in rows:
+        if (state.dim, state.scale) != (first.dim, first.scale):
+            return pair.met("concatenate pairs every example with every other")
     if first.dim == dim:
         return _concatenate_copies(pair, operands, rows, wholes, dim)
     same_copies = len({state.copies for state in rows}) == 1

@@ -24,14 +24,14 @@ def _call_vmapped(call_loss_by: Callable[[Callable[..., Any]], Any]) -> None:
     Raises:
         LookupError: it has none.
     """
-    found = []
+    vmapped_flags = []
 
     def call(fn: Callable[..., Any], *args: Any) -> Any:
-        found.append(has_vmapped_collective(fn, *args))
+        vmapped_flags.append(has_vmapped_collective(fn, *args))
         return call_untyped(fn, *args)
 
     call_loss_by(call)
-    if not any(found):
+    if not any(vmapped_flags):
         raise LookupError
 
 

@@ -176,4 +176,7 @@ def _differences(residuals: Any, expected: Any) -> Iterator[tuple[str, Any, Any]
 
 def _shapes_by_path(residuals: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
-    return {path: tuple(x.shape) for path, x in by_path("step: residuals", leaves).items()}
+    shapes = {}
+    for path, residual in by_path("step: residuals", leaves).items():
+        shapes[path] = tuple(residual.shape)
+    return shapes

@@ -17,6 +17,7 @@ Worked example: a leaf w[8, 6] under `dp("data")` of 2 and `fsdp("fsdp")` of 4, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -58,8 +59,10 @@ def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-    entered = [enter_leaf(placement, policy, layout, x) for layout, x in zip(layouts, leaves, strict=True)]
-    return jax.tree.unflatten(structure, entered)
+    weights = []
+    for layout, x in zip(layouts, leaves, strict=True):
+        weights.append(enter_leaf(placement, policy, layout, x))
+    return jax.tree.unflatten(structure, weights)
 
 
 def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: Any) -> Any:
@@ -72,8 +75,7 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
     # data differ. An unmarked leaf is the same on all devices to jax's types, and so must be its gradient: jax would
     # sum it at each use of the leaf, in each microbatch, before `leave` can choose when, in which dtype and by which
     # algorithm. The mark sends nothing, and since the gradient is taken of the marked leaf, it stays this device's sum.
-    batch_axes = [axis for axes in spec_axes(placement.batch) for axis in axes]
-    data_axes = (*batch_axes, *layout.varies)
+    data_axes = (*itertools.chain(*spec_axes(placement.batch)), *layout.varies)
     x = stored_array(x)
     if layout.lazy:
         return _make_handle(layout, x, data_axes, policy)
@@ -107,7 +109,9 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
         if not gathered_by_layer:  # else the layer casts it, where it is gathered
             x = cast_floating(x, compute)
         whole = vary(x, data_axes)
-    sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(gathered_by_layer))
+    sizes = []
+    for dim, size in layout.padding(gathered_by_layer):
+        sizes.append((dim - x.ndim, size))
     return Handle(
         vary(part, data_axes),
         whole,
@@ -116,7 +120,7 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
         compute=compute,
         reduce=reduce,
         entry=layout.entry,
-        sizes=sizes,
+        sizes=tuple(sizes),
     )
 
 

@@ -94,11 +94,11 @@ class TrainedLeaves:
         """The gradients of all leaves. Zeros are the same on all devices, so that nothing sums them."""
         return self._join(grads, [jnp.zeros(x.shape, x.dtype) for x in self._leaves])
 
-    def _join(self, values: list[Any], others: list[Any]) -> Any:
+    def _join(self, values: list[Any], constants: list[Any]) -> Any:
         remaining = iter(values)
         leaves = []
-        for is_trained, other in zip(self._flags, others, strict=True):
-            leaves.append(next(remaining) if is_trained else other)
+        for is_trained, constant in zip(self._flags, constants, strict=True):
+            leaves.append(next(remaining) if is_trained else constant)
         return jax.tree.unflatten(self._structure, leaves)
 
 

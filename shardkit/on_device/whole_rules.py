@@ -34,8 +34,8 @@ def whole_results(pair: Pair, operands: list[State]) -> list[State]:
 def _depends_on_size(pair: Pair, wholes: Sequence[Whole]) -> bool:
     """Whether more examples may change a result, such as the maximum of `arange(n)`, or its last element."""
     shapes = [variable.aval.shape for variable in pair.few.invars]
-    grows = any(shape != pair.shape(number) for number, shape in enumerate(shapes))
-    return grows and any(state.differs for state in wholes)
+    shapes_for_many = [pair.shape(number) for number in range(len(shapes))]
+    return shapes != shapes_for_many and any(state.differs for state in wholes)
 
 
 def _unknown(pair: Pair, wholes: list[Whole]) -> list[Whole]:
@@ -133,7 +133,7 @@ def _sum(pair: Pair, wholes: list[Whole]) -> list[Whole]:
 
 
 def _product(pair: Pair, wholes: list[Whole]) -> list[Whole]:
-    left, right = wholes
+    lhs, rhs = wholes
     contract, batch = pair.many.params["dimension_numbers"]
     shapes = (pair.shape(0), pair.shape(1))
     differs = set()
@@ -143,9 +143,12 @@ def _product(pair: Pair, wholes: list[Whole]) -> list[Whole]:
                 differs.add(list(batch[side]).index(dim))
             elif dim not in contract[side]:
                 differs.add(free_dim_of_product(side, dim, contract, batch, shapes))
-    grows = any(pair.few.invars[0].aval.shape[dim] != pair.shape(0)[dim] for dim in contract[0])
-    scale = UNKNOWN if grows else left.scale * right.scale
-    return [Whole(frozenset(differs), scale, left.zero or right.zero)]
+    scale = lhs.scale * rhs.scale
+    few_shape = pair.few.invars[0].aval.shape
+    for dim in contract[0]:
+        if few_shape[dim] != pair.shape(0)[dim]:  # the sum is over more terms, for more examples
+            scale = UNKNOWN
+    return [Whole(frozenset(differs), scale, lhs.zero or rhs.zero)]
 
 
 def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: Any) -> int:
@@ -154,7 +157,7 @@ def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: 
     place = len(batch[0])
     for number in range(side + 1):
         used = {*contract[number], *batch[number]}
-        free = [other for other in range(len(shapes[number])) if other not in used]
+        free = [free_dim for free_dim in range(len(shapes[number])) if free_dim not in used]
         if number == side:
             return place + free.index(dim)
         place += len(free)
