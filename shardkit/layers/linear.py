@@ -166,23 +166,23 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
     Source: Ainslie et al., GQA (arXiv:2305.13245).
     """
     names = live_axes("local_groups", axis, w_DGK)
-    ways = axis_size(names) if names else 1
+    devices = axis_size(names) if names else 1
     dim = dim_of("local_groups", dim, w_DGK.ndim)
     at_least("local_groups", 1, heads=heads, kv_heads=kv_heads)
-    _check_heads("local_groups", ways, heads)
+    _check_heads("local_groups", devices, heads)
     divisor("local_groups", "kv_heads", kv_heads, "heads", heads)
     size = w_DGK.shape[dim]
-    if size * ways == kv_heads:
+    if size * devices == kv_heads:
         return w_DGK
     if size != kv_heads:
         raise ValueError(
             f"local_groups: dim {dim} must hold all key/value heads, or this device's share of them; got size {size} "
-            f"for {kv_heads} key/value heads over {ways} devices. Pass the dim of the heads."
+            f"for {kv_heads} key/value heads over {devices} devices. Pass the dim of the heads."
         )
     # With 12 query heads in 4 groups of 3, two devices have 6 query heads each. Blocks of gcd(3, 6) = 3 query heads
     # never cross the border of a group, and device 1 takes the groups of query heads 6 and 9: key/value heads 2 and 3.
     group = heads // kv_heads
-    local_heads = heads // ways
+    local_heads = heads // devices
     block = math.gcd(group, local_heads)
     first = axis_index(names) * local_heads
     query_heads = first + np.arange(0, local_heads, block, dtype=np.int32)

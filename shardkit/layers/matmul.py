@@ -24,18 +24,22 @@ def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
         return ()
     sizes = compat.bound_axes()
     varying = _varying_axes(arrays)
-    return tuple(name for name in bound(where, axis) if sizes[name] > 1 or name in varying)
+    names = []
+    for name in bound(where, axis):
+        if sizes[name] > 1 or name in varying:
+            names.append(name)
+    return tuple(names)
 
 
 def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> None:
     """Refuses weights that are invariant over the summed axes: every device would add the whole product."""
     sizes = compat.bound_axes()
     invariant = compat.tracked_axes() - compat.varying_axes(w)
-    whole = [name for name in names if sizes[name] > 1 and name in invariant]
-    if whole:
+    wrong_axes = [name for name in names if sizes[name] > 1 and name in invariant]
+    if wrong_axes:
         raise ValueError(
             f"{where}: {what} must be sharded over {named(names)}, because the product is summed there; got one that "
-            f"is invariant over {named(whole)}. Shard it, with tp for example, or pass another axis."
+            f"is invariant over {named(wrong_axes)}. Shard it, with tp for example, or pass another axis."
         )
 
 
