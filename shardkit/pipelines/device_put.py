@@ -191,7 +191,9 @@ class _StepPrograms:
         inputs: dict[tuple[int, int], Any] = {}  # by stage and microbatch, from F to B
         cotangents: dict[tuple[int, int], jax.Array] = {}
         means = []
-        sums = [build(stage_params) for build, stage_params in zip(self._zeros, params, strict=True)]
+        sums = []
+        for make_zeros, stage_params in zip(self._zeros, params, strict=True):
+            sums.append(make_zeros(stage_params))
         for s, op, i in self._order(len(pairs)):
             if op == "F":
                 x, targets = pairs[i]
@@ -210,10 +212,9 @@ class _StepPrograms:
                     cotangents[s - 1, i] = _put(dx, stations[s - 1].leaving, stations[s - 1].mesh)
         weight, values = stage_programs.compute_averages(means)
         weights = [_put(weight, REPLICATED, station.mesh) for station in stations]
-        grads = [
-            finish(stage_sums, stage_weight)
-            for finish, stage_sums, stage_weight in zip(self._finishes, sums, weights, strict=True)
-        ]
+        grads = []
+        for divide, stage_sums, stage_weight in zip(self._finishes, sums, weights, strict=True):
+            grads.append(divide(stage_sums, stage_weight))
         return values.pop("loss"), values, grads
 
 
@@ -255,8 +256,9 @@ def _check_meshes(where: str, count: int, meshes: Sequence[Mesh]) -> None:
             f"mesh; got {', '.join(map(str, sizes))}. Split one mesh with submeshes."
         )
     for (a, mesh_a), (b, mesh_b) in combinations(enumerate(meshes), 2):
-        shared = sorted(device.id for device in set(mesh_a.devices.flat) & set(mesh_b.devices.flat))
-        if shared:
+        shared_devices = set(mesh_a.devices.flat) & set(mesh_b.devices.flat)
+        if shared_devices:
+            shared = sorted(device.id for device in shared_devices)
             raise ValueError(
                 f"{where}: no two meshes may share a device; stages {a} and {b} share {', '.join(map(str, shared))}. "
                 "Split one mesh with submeshes."
@@ -278,7 +280,9 @@ def _expand_specs(where: str, name: str, specs: Specs, count: int) -> list[Any]:
 def _split_batch(where: str, batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, as views of host arrays."""
     whole(where, microbatches=microbatches)
-    shapes = [(path_name(path), np.shape(x)) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    shapes = []
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        shapes.append((path_name(path), np.shape(x)))
     counts = {shape[0] for _, shape in shapes if shape}  # scalars belong to every microbatch
     if len(counts) != 1:
         described = ", ".join(f"{name}: {shape}" for name, shape in shapes)
@@ -299,17 +303,17 @@ def _put(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
 
 def _move_input(where: str, stations: Sequence[Station], s: int, tree: Any) -> Any:
     """The input of stage s, on its mesh; refuses a move that changes the shape of its shards."""
-    what = f"{where}: the input of stage {s}"
+    subject = f"{where}: the input of stage {s}"
     spec = stations[s].entering
     target = stations[s].mesh
     source = stations[s - 1].mesh if s else target
     for x in jax.tree.leaves(tree):
         fitted = fit_specs(spec, x)
-        sent = local_shape_of(what, x.shape, fitted, source)
-        arriving = local_shape_of(what, x.shape, fitted, target)
+        sent = local_shape_of(subject, x.shape, fitted, source)
+        arriving = local_shape_of(subject, x.shape, fitted, target)
         if sent != arriving:
             raise ValueError(
-                f"{what} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "
+                f"{subject} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "
                 f"{sized(source.shape.items())} and {arriving} on {sized(target.shape.items())}. "
                 "Give all meshes the same axis sizes, or choose another spec."
             )

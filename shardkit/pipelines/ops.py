@@ -321,4 +321,7 @@ class Ops(NamedTuple):
 
 def write_slot(buffers: Leaves, slot: Any, leaves: Leaves) -> Leaves:
     """The arrays with one slot replaced."""
-    return [lax.dynamic_update_index_in_dim(b, x, slot, 0) for b, x in zip(buffers, leaves, strict=True)]
+    written = []
+    for buffer, x in zip(buffers, leaves, strict=True):
+        written.append(lax.dynamic_update_index_in_dim(buffer, x, slot, 0))
+    return written

@@ -125,7 +125,8 @@ class Pieces:
         self.stage = Piece(self._run_stage, args, self.x)
 
     def _check_spread_embedding(self, embedded: Any) -> None:
-        if any(varying_axes(x) & set(self._axes) for x in jax.tree.leaves(embedded)):
+        embedded_axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(embedded)))
+        if embedded_axes & set(self._axes):
             raise ValueError(
                 f"{self._model.where}: a spread embedding must return the same on all devices of {named(self._axes)}; "
                 "got a different value on each device. Look tokens up with vocab_embed, or sum the parts."
@@ -182,11 +183,11 @@ class Pieces:
         layer = Traced(self.stage, self._args, self.x)
         flags = jax.tree.map(lambda _: False, self._args)
         flags = flags._replace(layers=jax.tree.map(flag_differentiable, self._args.layers, is_leaf=is_handle))
-        wanted = WantedGradients(
+        gradients = WantedGradients(
             weights=jax.tree.leaves(flags), shared=[False] * len(layer.constants), x=self.differentiable.flags
         )
         examples = (jax.tree.leaves(self._args), layer.constants, self.x)
-        return layer.constants, LayerPasses(layer, None, 1, examples, wanted)
+        return layer.constants, LayerPasses(layer, None, 1, examples, gradients)
 
     @cached_property
     def forward(self) -> Piece:
@@ -365,8 +366,12 @@ class Pieces:
 
     def _finish_means(self, means: Mapping[str, Mean]) -> Any:
         """The means of this device, float32 and varying over the pipe axis."""
-        counted = {name: Mean(*map(self._count_once, mean)) for name, mean in means.items()}
-        return {name: Mean(*map(self._cast_to_sum, mean)) for name, mean in counted.items()}
+        finished = {}
+        for name, mean in means.items():
+            total = self._cast_to_sum(self._count_once(mean.total))
+            weight = self._cast_to_sum(self._count_once(mean.weight))
+            finished[name] = Mean(total, weight)
+        return finished
 
     def _count_once(self, x: Any) -> Any:
         """A total or weight; if it is the same on all devices, it counts on the device of the last stage only."""

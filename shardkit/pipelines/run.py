@@ -81,7 +81,9 @@ def build_grad_fn(
 def _join_chunks(sums: Sequence[jax.Array], stack: Any) -> Any:
     """Sums `[chunks, layers, ...]` as the stack `[chunks * layers, ...]` that they are the gradients of."""
     leaves, tree = jax.tree.flatten(stack)
-    grads = [total.reshape(leaf.shape) for total, leaf in zip(sums, leaves, strict=True)]
+    grads = []
+    for total, leaf in zip(sums, leaves, strict=True):
+        grads.append(total.reshape(leaf.shape))
     return jax.tree.unflatten(tree, grads)
 
 
@@ -219,7 +221,8 @@ class Execution(NamedTuple):
                 f"{where}: the parameters must be a mapping with the entry {stack!r}, the stack; got {got}. Put the "
                 f"stack of layers under {stack!r}, and everything else beside it."
             )
-        sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(examples) if leaf.ndim})
+        arrays = [leaf for leaf in jax.tree.leaves(examples) if leaf.ndim]
+        sizes = sorted({x.shape[0] for x in arrays})
         if any(size % count for size in sizes):
             raise ValueError(
                 f"{where}: a device's examples must be divisible by the schedule's microbatches; got "
@@ -333,9 +336,11 @@ class Executor(NamedTuple):
         # What moved at the end of a tick is written to its slot at the start of the next: a buffer that is written
         # before it is read is updated in place, where the compiler would otherwise copy it.
         state = self._write_arrivals(state, segment, arrivals, slots)
+        # A row of the table on this device, as numbers by name: which chunk and microbatch F runs, the slots to read.
         fields = {field: columns[k] for k, field in enumerate(FIELDS)}
         if ends is not None:
-            fields |= {end: ends[ENDS.index(end)] for end in segment.ends}
+            for end in segment.ends:
+                fields[end] = ends[ENDS.index(end)]
 
         results: dict[str, list[jax.Array]] = {}
         if "F" in segment.ops:
@@ -345,7 +350,10 @@ class Executor(NamedTuple):
             state, results["cotangents"] = self._run_backward(segment, state, fields)
         if self.ops.split and "W" in segment.ops:
             state = self.ops.weight_gradient(state, fields)
-        return (state, [self._send(results[buffer_of(field)], field) for field in segment.moves]), None
+        moved = []
+        for field in segment.moves:
+            moved.append(self._send(results[buffer_of(field)], field))
+        return (state, moved), None
 
     def _run_backward(
         self, segment: Segment, state: LoopState, fields: dict[str, jax.Array]
@@ -369,7 +377,10 @@ class Executor(NamedTuple):
                 arrives = slot <= last
                 slot = jnp.minimum(slot, last)
                 kept = row(buffers, slot)
-                leaves = [jnp.where(arrives, new, old) for new, old in zip(leaves, kept, strict=True)]
+                slot_leaves = []
+                for new, old in zip(leaves, kept, strict=True):
+                    slot_leaves.append(jnp.where(arrives, new, old))
+                leaves = slot_leaves
             state = state._replace(**{name: write_slot(buffers, slot, leaves)})  # type: ignore[arg-type]
         return state
 
@@ -406,7 +417,9 @@ def _find_rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment
 
     Worked example: segments of the kinds F B F B F B W give (F B, 3 times), then (W, once).
     """
-    kinds = [(segment.ops, segment.ticks, segment.moves, segment.ends) for segment in segments]
+    kinds = []
+    for segment in segments:
+        kinds.append((segment.ops, segment.ticks, segment.moves, segment.ends))
     begin = 0
     while begin < len(kinds):
         best_width = 1

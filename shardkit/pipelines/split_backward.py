@@ -156,11 +156,13 @@ def _find_steady_in_loop(equation: Any, body: _Program, operands: list[bool]) ->
         steady = _find_steady(body, operands)
         results = _are_steady(body.jaxpr.outvars, steady)
         carries = operands[carry]
-        still = [before and after for before, after in zip(carries, results, strict=False)]
-        if still == carries:
+        steady_carries = []
+        for before, after in zip(carries, results, strict=False):  # after the carries stand the stacked results
+            steady_carries.append(before and after)
+        if steady_carries == carries:
             return steady, results
         operands = [*operands]
-        operands[carry] = still
+        operands[carry] = steady_carries
 
 
 def _are_steady(atoms: Iterable[Any], steady: set[Any]) -> list[bool]:
@@ -188,22 +190,22 @@ def _label_program(program: _Program, steady: set[Any], results: Sequence[int], 
 
     mark(program.jaxpr.outvars, results)
     for number, equation in reversed([*enumerate(program.jaxpr.eqns)]):
-        wanted = [variables[v] for v in equation.outvars]
-        # An equation that acts, as a print does, runs once, whether or not its results are wanted.
-        in_first = compat.acts(equation) or any(label & FIRST for label in wanted)
+        result_labels = [variables[v] for v in equation.outvars]
+        # An equation that acts, as a print does, runs once, whether or not its results are used.
+        in_first = compat.acts(equation) or any(label & FIRST for label in result_labels)
         first = FIRST if in_first else 0
         stacks = []
         if number in program.loops:
-            loop = _label_loop(equation, program.loops[number], steady, wanted)
+            loop = _label_loop(equation, program.loops[number], steady, result_labels)
             loops[number] = loop
             computed = loop.results
             operands = loop.arguments
             stacks = [(number, key) for key in loop.residuals]
         else:
-            computed = _label_results(equation, wanted, first, steady)
+            computed = _label_results(equation, result_labels, first, steady)
             operands = [first | reduce(or_, computed, 0)] * len(equation.invars)
         equations[number] = first | reduce(or_, computed, 0)
-        for v, label, halves in zip(equation.outvars, wanted, computed, strict=True):
+        for v, label, halves in zip(equation.outvars, result_labels, computed, strict=True):
             if label & SECOND and not halves & SECOND:
                 residuals.append(v)
         residuals += stacks
@@ -219,29 +221,30 @@ def _label_program(program: _Program, steady: set[Any], results: Sequence[int], 
     return _Labels(variables, arguments, equations, list(results), loops, residuals)
 
 
-def _label_results(equation: Any, wanted: Sequence[int], first: int, steady: set[Any]) -> list[int]:
-    """For each result of an equation, which is no loop, the halves that compute it, from the halves that want it."""
+def _label_results(equation: Any, labels: Sequence[int], first: int, steady: set[Any]) -> list[int]:
+    """For each result of an equation, which is no loop, the halves that compute it, from the halves that use it."""
     is_view = _is_view(equation, _are_steady(equation.invars, steady))
     can_repeat = is_view or not first
-    return [
-        first | _label_repeated(v, label, can_repeat, steady) for v, label in zip(equation.outvars, wanted, strict=True)
-    ]
+    halves = []
+    for v, label in zip(equation.outvars, labels, strict=True):
+        halves.append(first | _label_repeated(v, label, can_repeat, steady))
+    return halves
 
 
-def _label_repeated(v: Any, wanted: int, can_repeat: bool, steady: set[Any]) -> int:
-    """SECOND where the second half wants a variable and computes it, instead of reading it from the residuals."""
+def _label_repeated(v: Any, label: int, can_repeat: bool, steady: set[Any]) -> int:
+    """SECOND where the second half uses a variable and computes it, instead of reading it from the residuals."""
     if can_repeat or v in steady:
-        return wanted & SECOND
+        return label & SECOND
     return 0
 
 
-def _label_loop(equation: Any, body: _Program, steady: set[Any], wanted: Sequence[int]) -> _Labels:
+def _label_loop(equation: Any, body: _Program, steady: set[Any], result_labels: Sequence[int]) -> _Labels:
     """The labels of a loop's body, the same in every round; its results and arguments have the loop's labels."""
     carry = _find_carry(equation)
     carries = carry.stop - carry.start
     outs = equation.outvars
     # The first half returns its results, and carries what its other rounds need.
-    results = [label & FIRST for label in wanted]
+    results = [label & FIRST for label in result_labels]
     at_hand = [True] * len(equation.invars)
     results, labels = _settle_carry(body, steady, results, at_hand, carry, FIRST)
     # A stacked result that the first half computes in every round anyway is returned by the first half.
@@ -249,11 +252,11 @@ def _label_loop(equation: Any, body: _Program, steady: set[Any], wanted: Sequenc
         if not _is_literal(v) and v not in steady:
             results[k] |= labels.variables[v] & FIRST
     # The second half carries what it can compute itself: steady carries, and carries that the first half does not have.
-    at_hand[carry] = [v in steady or not label for v, label in zip(outs, results[:carries], strict=False)]
-    results = [
-        label | _label_repeated(v, want, not label, steady)
-        for v, want, label in zip(outs, wanted, results, strict=True)
-    ]
+    at_hand[carry] = [v in steady or not label for v, label in zip(outs[:carries], results[:carries], strict=True)]
+    results_of_second = []
+    for v, result_label, label in zip(outs, result_labels, results, strict=True):
+        results_of_second.append(label | _label_repeated(v, result_label, not label, steady))
+    results = results_of_second
     results, labels = _settle_carry(body, steady, results, at_hand, carry, SECOND)
     arguments = [*labels.arguments[: carry.start], *results[:carries], *labels.arguments[carry.stop :]]
     return labels._replace(results=results, arguments=arguments)
@@ -269,9 +272,9 @@ def _settle_carry(
     """
     while True:
         labels = _label_program(body, steady, results, at_hand)
-        read = [label & half for label in labels.arguments[carry]]
-        carries = [result | label for result, label in zip(results, read, strict=False)]
-        needed = carries + results[len(read) :]
+        needed = list(results)
+        for number, label in enumerate(labels.arguments[carry]):  # what a round reads, the round before must compute
+            needed[number] |= label & half
         if needed == results:
             return results, labels
         results = needed
@@ -321,8 +324,10 @@ def _run_loop(
     """Runs one half of a loop: its results, with None for the other half's, and its stacked residuals if the first."""
     carry = _find_carry(equation)
     # None stands for what this half does not use; scan takes it as a tree without leaves.
-    operands = [x if label & half else None for x, label in zip(operands, labels.arguments, strict=True)]
-    constants = operands[: carry.start]
+    half_operands = []
+    for x, label in zip(operands, labels.arguments, strict=True):
+        half_operands.append(x if label & half else None)
+    constants = half_operands[: carry.start]
 
     def run_round(carried: list[Any], slices: Any) -> Any:
         scanned, residuals = slices
@@ -332,7 +337,9 @@ def _run_loop(
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     with compat.trace_as_equation(equation):
-        carried, (outs, stacked) = jax.lax.scan(run_round, operands[carry], (operands[carry.stop :], stacks), **options)
+        carried, (outs, stacked) = jax.lax.scan(
+            run_round, half_operands[carry], (half_operands[carry.stop :], stacks), **options
+        )
     return [*carried, *outs], stacked
 
 
@@ -344,7 +351,10 @@ def _only_views(program: _Program, labels: _Labels) -> bool:
     for number in _find_members(SECOND, labels.equations):
         if number not in program.loops and not _is_view_primitive(program.jaxpr.eqns[number].primitive.name):
             return False
-    return all(_only_views(body, labels.loops[number]) for number, body in program.loops.items())
+    for number, body in program.loops.items():
+        if not _only_views(body, labels.loops[number]):
+            return False
+    return True
 
 
 def _explain_whole(program: _Program, labels: _Labels) -> str:

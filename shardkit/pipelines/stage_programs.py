@@ -149,5 +149,7 @@ def build_head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
 def compute_averages(means: list[dict[str, Mean]]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weight of the loss, and every mean over all microbatches."""
     sums = jax.tree.map(lambda *terms: sum(terms), *means)
-    averages = {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
+    averages = {}
+    for name, mean in sums.items():
+        averages[name] = mean.total / divisor_of(mean.weight)
     return sums["loss"].weight, averages

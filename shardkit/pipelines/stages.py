@@ -48,10 +48,10 @@ def _check_leaf(leaf: Leaf, stages: Stages, axes: tuple[str, ...]) -> None:
             f"{stages.devices} devices there, or the schedule with devices={leaf.ways}."
         )
     if not leaf.shape or 0 in leaf.split:
-        what = "is split on dim 0 by another strategy" if leaf.shape else "has no dims"
+        reason = "is split on dim 0 by another strategy" if leaf.shape else "has no dims"
         raise ValueError(
             f"pp: dim 0 of a leaf of the stack must be its layers, split over {named(axes)} only; leaf {leaf.path} "
-            f"{what}. Move it out of {stages.stack!r}, or split another dim."
+            f"{reason}. Move it out of {stages.stack!r}, or split another dim."
         )
 
 
