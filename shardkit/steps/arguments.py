@@ -54,8 +54,9 @@ def _takes_scale(function: Any) -> bool | None:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return None
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return None
     return "scale" in parameters
 
 

@@ -43,7 +43,8 @@ class DilocoState(NamedTuple):
     @property
     def step(self) -> jax.Array:
         """How many steps the workers of this process took, as in a TrainState: a checkpoint is named by it."""
-        return next(worker.step for worker in self.workers if worker is not None)
+        present_workers = [worker for worker in self.workers if worker is not None]
+        return present_workers[0].step
 
 
 class Moved(NamedTuple):
@@ -125,13 +126,14 @@ class Diloco:
             workers.append(worker._replace(key=jax.random.fold_in(worker.key, number)))
             # Copied, because a step donates the buffers of its state.
             copies.append(collect_arrays(jax.tree.map(jnp.copy, worker.params)))
-        if any(isinstance(worker.opt_state, Master) for worker in workers if worker is not None):
+        present_workers = [worker for worker in workers if worker is not None]
+        if any(isinstance(worker.opt_state, Master) for worker in present_workers):
             raise ValueError(
                 "diloco: a worker must have one copy of its parameters, which an exchange replaces; got a precision "
                 "with a master copy, from which the next step would go on. Pass make_train_step precision='bf16'."
             )
         # All workers have the same parameters: as arrays over the whole mesh they are `params` of the state.
-        worker_params = next(worker.params for worker in workers if worker is not None)
+        worker_params = present_workers[0].params
         arrays = join_submeshes(copies, self.mesh, self._specs(worker_params))
 
         @jax.jit
@@ -203,7 +205,10 @@ class Diloco:
                 # gradients in each step, as data parallelism does. The sum stands before the outer optimizer, so that
                 # all workers run it alike: after it, the optimizer's states would have to be exchanged too.
                 sums = reduce(moved, (self.axis,))
-                return {path: total / len(self.train_steps) for path, total in zip(members, sums, strict=True)}
+                means = {}
+                for path, total in zip(members, sums, strict=True):
+                    means[path] = total / len(self.train_steps)
+                return means
 
             exchange = jax.shard_map(
                 on_device,
@@ -297,7 +302,10 @@ class Diloco:
             numbers = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
             _check_fragments(path, x.shape, specs[path], numbers)
             fragment_of[path] = numbers
-        used = sorted({int(number) for numbers in fragment_of.values() for number in numbers.flat})
+        unique_numbers: set[int] = set()
+        for numbers in fragment_of.values():
+            unique_numbers.update(numbers.ravel().tolist())
+        used = sorted(unique_numbers)
         if used != [*range(len(used))]:
             raise ValueError(f"diloco: fragments must be numbered from 0, none left out; got {used}. Number them so.")
         fragments: list[dict[str, Any]] = [{} for _ in used]
@@ -322,12 +330,18 @@ def _check_fragments(path: str, shape: tuple[int, ...], spec: PartitionSpec, num
 
 def _take_members(arrays: dict[str, jax.Array], members: dict[str, Any]) -> dict[str, jax.Array]:
     """The arrays of a fragment."""
-    return {path: arrays[path][rows] for path, rows in members.items()}
+    taken = {}
+    for path, rows in members.items():  # `...` takes all rows
+        taken[path] = arrays[path][rows]
+    return taken
 
 
 def _set_members(arrays: Any, members: dict[str, Any], values: Any) -> dict[str, jax.Array]:
     """The leaves of a fragment, with its values in the rows that are its members."""
-    return {path: arrays[path].at[rows].set(values[path]) for path, rows in members.items()}
+    leaves = {}
+    for path, rows in members.items():
+        leaves[path] = arrays[path].at[rows].set(values[path])
+    return leaves
 
 
 @typed
@@ -387,7 +401,8 @@ def diloco(
         )
     train_steps: list[TrainStep | None] = []
     for worker_mesh in submeshes(mesh, axis):
-        if all(device.process_index != jax.process_index() for device in worker_mesh.devices.flat):
+        processes = {device.process_index for device in worker_mesh.devices.flat}
+        if jax.process_index() not in processes:
             train_steps.append(None)
             continue
         train_step = make_step(worker_mesh)

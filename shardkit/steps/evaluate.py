@@ -95,9 +95,9 @@ class Evaluate:
         mesh = auto_mesh(self._mesh)
         if is_initializer(params):
             params = jax.eval_shape(partial(call_initializer, params), jax.random.key(0))
-        rest = record_automatic_splits(self._plan, params, self._manual).placement(params, mesh).at_rest
-        shapes = jax.eval_shape(lambda params: pad_leaves(params, rest, mesh), params)
-        return change_axis_types(attach_shardings(shapes, shardings(mesh, rest)), self._mesh)
+        at_rest = record_automatic_splits(self._plan, params, self._manual).placement(params, mesh).at_rest
+        shapes = jax.eval_shape(lambda params: pad_leaves(params, at_rest, mesh), params)
+        return change_axis_types(attach_shardings(shapes, shardings(mesh, at_rest)), self._mesh)
 
 
 @typed

@@ -213,15 +213,15 @@ def find_mixed(examples: Examples, readings: Readings, params: Any, batch: Any, 
     numbers: Sequence[tuple[str, bool, Planted]] = _NUMBERS
     if readings.loops:
         numbers = _NUMBERS[:1]
-    found: dict[str, Mixed] = {}
+    mixed: dict[str, Mixed] = {}
     for words, nearby, planted in numbers:
-        if "loss" in found or len(found) == len(suspects):
+        if "loss" in mixed or len(mixed) == len(suspects):
             break
         comparisons = compare(perturb(params) if nearby else params, key, planted)
         for name, comparison in comparisons.items():
-            if name not in found and comparison.gap > rounding:
-                found[name] = Mixed(name, suspects[name], comparison, words, examples.parts, examples.dim)
-    return list(found.values())
+            if name not in mixed and comparison.gap > rounding:
+                mixed[name] = Mixed(name, suspects[name], comparison, words, examples.parts, examples.dim)
+    return list(mixed.values())
 
 
 def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | None) -> Readings:
@@ -230,7 +230,10 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
     For `examples.dim` 1 the tokens are twice as many, and the examples as many.
     """
     dim = examples.dim
-    lengths = {jnp.shape(x)[dim] for x in jax.tree.leaves(batch) if jnp.ndim(x) > dim}
+    lengths = set()
+    for x in jax.tree.leaves(batch):
+        if jnp.ndim(x) > dim:
+            lengths.add(jnp.shape(x)[dim])
     state_shapes = jax.tree.map(_shape, (params, examples.carried))
     every_device = PartitionSpec(examples.manual)
 
@@ -239,13 +242,17 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
         shapes = jax.tree.map(lambda x: _resize(_shape(x), dim, times, examples.parts), batch)
         keys = None
         if key is not None:
-            (count,) = {x.shape[0] for x in jax.tree.leaves(shapes) if x.shape}
+            arrays = [x for x in jax.tree.leaves(shapes) if x.shape]
+            (count,) = {x.shape[0] for x in arrays}
             keys = jax.ShapeDtypeStruct((count,), key.dtype)
 
         def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> dict[str, list[jax.Array]]:
-            results = {}
+            results: dict[str, list[jax.Array]] = {}
             for name, terms in examples.compute(params, carried, batch, keys).items():
-                results[name] = [vary(x, examples.manual).reshape(-1) for mean in terms for x in mean]
+                results[name] = []
+                for mean in terms:
+                    results[name].append(vary(mean.total, examples.manual).reshape(-1))
+                    results[name].append(vary(mean.weight, examples.manual).reshape(-1))
             return results
 
         run = examples.map_devices(on_device, shapes, examples.keys_spec, every_device)
@@ -266,12 +273,14 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
     for number, variable in enumerate(many.jaxpr.invars):
         of_examples = number >= number_of_state and variable.aval.ndim > dim
         states.append(Rows(dim) if of_examples else any_whole(variable))
-    names = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of_many)]
+    names = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of_many):
+        names.append(path[0].key)
     losses = {}
     for name, shapes in shapes_of_many.items():
         if shapes != shapes_of_few[name]:
             continue  # an array with an entry for each example: nothing that one device would compute alike
-        used = [other == name for other in names]  # what another metric sends is its own affair
+        used = [result_name == name for result_name in names]  # what another metric sends is its own affair
         loss = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
         if not can_be_traced:
             loss = loss._replace(met=None)
@@ -370,19 +379,23 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
             # loss of both. The step itself sends no examples.
             first = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim > dim else x, local_examples)
             second = local_examples
-        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], dim) if a.ndim > dim else a, first, second)
+
+        def join(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.concatenate([a, b], dim) if a.ndim > dim else a
+
+        whole_batch = jax.tree.map(join, first, second)
 
         def sum_terms(part: Any) -> dict[str, jax.Array]:
             terms = examples.compute(params, carried, *part)
             return {name: sum_means(terms[name], axes) for name in names}
 
         apart = jax.lax.map(sum_terms, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
-        together = sum_terms(both)
+        together = sum_terms(whole_batch)
         results = {}
         for name in names:
             if dim:  # no tokens stand before those of the first device, and the last ones do not lead to them
-                both_apart = apart[name][0] + apart[name][1]
-                together[name] = jnp.where(axis_index(axes) > 0, together[name], both_apart)
+                sum_of_parts = apart[name][0] + apart[name][1]
+                together[name] = jnp.where(axis_index(axes) > 0, together[name], sum_of_parts)
             sums = jnp.concatenate([apart[name], together[name][None]])
             results[name] = vary(sums, examples.manual)[None]
         return results
@@ -394,24 +407,33 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         params: Any, carried: Any, batch: Any, key: jax.Array | None, planted: Any
     ) -> dict[str, jax.Array]:
         batch = jax.tree.map(lambda x: _plant(x, dim, examples.devices * examples.parts, planted), batch)
-        return {name: _find_largest_gap(sums) for name, sums in run(params, carried, batch, key).items()}
+        gaps = {}
+        for name, sums in run(params, carried, batch, key).items():
+            gaps[name] = _find_largest_gap(sums)
+        return gaps
 
     def compare(params: Any, key: jax.Array | None, planted: Planted) -> dict[str, LossComparison]:
         gaps = find_largest_gaps(params, examples.carried, batch, key, int(planted))
-        return {name: LossComparison(*map(float, np.asarray(numbers))) for name, numbers in gaps.items()}
+        comparisons = {}
+        for name, numbers in gaps.items():
+            comparisons[name] = LossComparison(*np.asarray(numbers).tolist())
+        return comparisons
 
     return compare
 
 
 def _find_largest_gap(sums: jax.Array) -> jax.Array:
     """A LossComparison, from `[device, 3, mean, 2]`: totals and weights of the two parts, and of both together."""
-    first, second, both = jnp.moveaxis(sums, 1, 0)
+    # Worked example: two examples with the losses 2 and 4, of weight 1 each. The parts are [2, 1] and [4, 1], together
+    # [6, 2]: the mean is 3 either way, and the gap 0. If the loss divides by the largest of its batch, the parts are
+    # [1, 1] and [1, 1], together [1.5, 2]: the means are 1 and 0.75, and the gap 0.25 / (1 + 1 + 0.75).
+    first, second, whole_batch = jnp.moveaxis(sums, 1, 0)
     apart = read_means(first + second)
-    together = read_means(both)
+    together = read_means(whole_batch)
     is_same = (apart == together) | (jnp.isnan(apart) & jnp.isnan(together))
     difference = jnp.sum(jnp.where(is_same, 0.0, jnp.abs(apart - together)), axis=-1)
     # If one of several means is NaN on both sides, it is left out: it says nothing about the rounding of the others.
-    sizes = sum(jnp.abs(read_means(x)) for x in (first, second, both))
+    sizes = jnp.abs(read_means(first)) + jnp.abs(read_means(second)) + jnp.abs(read_means(whole_batch))
     size = jnp.maximum(jnp.sum(jnp.where(is_same, 0.0, sizes), axis=-1), _SMALLEST)
     gap = jnp.where(difference == 0, 0.0, jnp.nan_to_num(difference / size, nan=jnp.inf))
     worst = jnp.argmax(gap)
@@ -468,7 +490,9 @@ def sum_means(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
     for mean in means:
         part_axes = tuple(sorted(varying_axes(mean.total) - set(axes)))
         weight = jnp.broadcast_to(mean.weight, jnp.shape(mean.total))
-        columns = [vary(x.astype(jnp.float32).reshape(-1), part_axes) for x in (mean.total, weight)]
+        columns = []
+        for x in (mean.total, weight):
+            columns.append(vary(x.astype(jnp.float32).reshape(-1), part_axes))
         pair = jnp.stack(columns, axis=-1)
         if part_axes:
             pair = all_reduce(pair, part_axes)

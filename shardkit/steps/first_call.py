@@ -108,8 +108,8 @@ class FirstCall:
             if carried is not None:
                 carried = first_carried(carried, params, mesh, program.plan)
             on_one = state._replace(params=params, carried=carried)
-            whole = _split_examples(replace(program, mesh=mesh), on_one, batch)
-            return compute_whole_batch(whole, sent, params, batch, key)
+            examples = _split_examples(replace(program, mesh=mesh), on_one, batch)
+            return compute_whole_batch(examples, sent, params, batch, key)
 
     def _take_first_step(self, args: Arguments) -> tuple[TrainProgram, TrainState, jax.Array, Any]:
         """The program, and the arguments of its first step, on the mesh with Auto axes."""

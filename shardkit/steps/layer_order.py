@@ -94,7 +94,10 @@ class _LayerReader(FactInterpreter[_Knowledge]):
             return operands
         if name in _ELEMENTWISE:
             # A scalar has no dims; a dim of size one broadcasts.
-            arrays = [fact for fact, variable in zip(operands, equation.invars, strict=True) if variable.aval.ndim]
+            arrays = []
+            for fact, variable in zip(operands, equation.invars, strict=True):
+                if variable.aval.ndim:
+                    arrays.append(fact)
             return [_join(arrays, out) for out in outs]
         if name == "iota":
             return [_Knowledge(None, _all_dims(outs[0]) - {params["dimension"]})]
@@ -125,8 +128,9 @@ def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
         raise _MattersError
     (layers,) = dims_of_layers
     # An operand without layers must be equal for all layers: otherwise it adds to each layer by its place in the stack.
-    if any(value.layers is None and layers not in value.alike for value in values):
-        raise _MattersError
+    for value in values:
+        if value.layers is None and layers not in value.alike:
+            raise _MattersError
     return _Knowledge(layers, (alike | _unit_dims(out.aval)) - {layers})
 
 
@@ -156,10 +160,18 @@ def _transpose(value: _Knowledge, order: Sequence[int]) -> _Knowledge:
 
 
 def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
-    kept = [dim for dim in range(out.aval.ndim + len(dims)) if dim not in dims]
-    layers = kept.index(value.layers) if value.layers in kept else None
-    alike = frozenset(place for place, dim in enumerate(kept) if dim in value.alike)
-    return _Knowledge(layers, alike | _unit_dims(out.aval))
+    layers = None
+    alike = set()
+    place = 0  # of a dim in the result
+    for dim in range(out.aval.ndim + len(dims)):
+        if dim in dims:
+            continue
+        if dim == value.layers:
+            layers = place
+        if dim in value.alike:
+            alike.add(place)
+        place += 1
+    return _Knowledge(layers, frozenset(alike) | _unit_dims(out.aval))
 
 
 def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
@@ -187,23 +199,23 @@ def _multiply(ins: list[_Knowledge], equation: Any) -> _Knowledge:
     for side, value in enumerate(ins):
         if value.layers is None:
             continue
-        other = ins[1 - side]
+        partner = ins[1 - side]
         if value.layers in contracting[side]:
             number = contracting[side].index(value.layers)
-            if other.layers != contracting[1 - side][number]:
+            if partner.layers != contracting[1 - side][number]:
                 raise _MattersError
         elif value.layers in batch[side]:
             number = batch[side].index(value.layers)
-            if other.layers != batch[1 - side][number]:
+            if partner.layers != batch[1 - side][number]:
                 raise _MattersError
             layers = number
         else:
-            if layers is not None or other.layers is not None:
+            if layers is not None or partner.layers is not None:
                 raise _MattersError
-            free_dims = [_free_dims(ndims[number], contracting[number], batch[number]) for number in (0, 1)]
-            layers = len(batch[0]) + free_dims[side].index(value.layers)
+            # The result has the batch dims, the free dims of the left operand, then those of the right one.
+            layers = len(batch[0]) + _free_dims(ndims[side], contracting[side], batch[side]).index(value.layers)
             if side == 1:
-                layers += len(free_dims[0])
+                layers += len(_free_dims(ndims[0], contracting[0], batch[0]))
     return _Knowledge(layers, _unit_dims(equation.outvars[0].aval) - {layers})
 
 

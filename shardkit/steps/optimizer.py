@@ -93,7 +93,10 @@ def _is_of_its_arguments(error: BaseException) -> bool:
 
     The innermost frame outside of jax tells.
     """
-    packages = [str(frame.f_globals.get("__name__", "")).split(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    packages = []  # of the frames, from the call to where it was raised
+    for frame, _ in walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        packages.append(module.split(".")[0])
     if len(packages) == 1:
         return True
     outside_jax = [package for package in packages if package not in ("jax", "jaxlib")]

@@ -91,8 +91,8 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
         opt_state = pad_leaves(new_opt_state(params), opt_storage, mesh)
         return opt_state, copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
 
-    rest = None if from_key else shardings(mesh, placement.at_rest)
-    layouts = (shardings(mesh, opt_storage), rest, NamedSharding(mesh, _REPLICATED))
+    param_layouts = None if from_key else shardings(mesh, placement.at_rest)
+    layouts = (shardings(mesh, opt_storage), param_layouts, NamedSharding(mesh, _REPLICATED))
     opt_state, copies, scalars = jax.jit(init, out_shardings=layouts)(params, key)
     step, key, loss_scale = scalars
     residuals = zero_residuals(params, placement)

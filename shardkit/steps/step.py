@@ -104,11 +104,12 @@ class Step:
 
     def _check_newest(self, state: TrainState) -> None:
         """Refuses a state whose memory an earlier step has taken."""
-        array = self._array
-        if not any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
+        array_type = self._array
+        deleted = [x for x in jax.tree.leaves(state) if type(x) is array_type and x.is_deleted()]
+        if not deleted:
             return
         leaves = jax.tree_util.tree_leaves_with_path(state)
-        path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
+        path = next(path for path, x in leaves if x is deleted[0])
         raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
             "step: the state must be the newest; an earlier step was passed its leaf "
             f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "

@@ -160,14 +160,14 @@ class TrainProgram:
         """The new parameters, from the layout of the update to the layout of the state."""
         if placement.rest == placement.update:
             return params
-        whole = jax.shard_map(
+        gather = jax.shard_map(
             lambda params: to_rest(params, placement),
             mesh=self.mesh,
             in_specs=(placement.update,),
             out_specs=placement.rest,
             axis_names=set(self.manual),
         )
-        params = whole(params)
+        params = gather(params)
         return self._pin(params, placement) if self.plan.automatic else params
 
     def _pin(self, params: Any, placement: Placement) -> Any:

@@ -105,10 +105,10 @@ class LossOfWholeBatch(NamedTuple):
         if abs(loss - self.loss) <= tolerance:
             return
         does = "asks for the index of a device along" if sent.only_asks else "sends over"
-        what = _OF_TOKENS if sent.of_tokens else _OF_EXAMPLES
+        batch = _OF_TOKENS if sent.of_tokens else _OF_EXAMPLES
         warnings.warn(
             f"step: {sent.line}: the loss, which {does} {quoted(sent.axes)} here, must be the same on every mesh; it "
-            f"is {loss:.6g} on this one, and {self.loss:.6g} where one device has {what}",
+            f"is {loss:.6g} on this one, and {self.loss:.6g} where one device has {batch}",
             Unintended,
             stacklevel=3,
         )
@@ -129,16 +129,20 @@ _OF_TOKENS = (
 
 def find_sent(splits: Sequence[tuple[Examples, Readings]]) -> Sent:
     """Where a loss sends over any of these dims of the batch."""
-    losses = [readings.losses["loss"] for _, readings in splits]
-    lines = [line for loss in losses for line in loss.lines]
-    index_lines = [line for loss in losses for line in loss.index_lines]
+    lines: list[str] = []
+    index_lines: list[str] = []
     axes: set[str] = set()
     split_axes: list[str] = []
-    for (examples, _), loss in zip(splits, losses, strict=True):
+    of_tokens = True
+    has_16_bits = False
+    for examples, readings in splits:
+        loss = readings.losses["loss"]
+        lines += loss.lines
+        index_lines += loss.index_lines
         axes |= loss.sends
         split_axes += examples.axes
-    of_tokens = all(examples.dim > 0 for examples, _ in splits)
-    has_16_bits = any(readings.has_16_bits for _, readings in splits)
+        of_tokens = of_tokens and examples.dim > 0
+        has_16_bits = has_16_bits or readings.has_16_bits
     line = (lines or index_lines)[0]
     mesh = splits[0][0].placement.mesh
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -166,7 +170,8 @@ def can_be_whole(examples: Examples, readings: Readings, state: TrainState, batc
         return False
     if examples.parts > 1 or set(examples.manual) != set(mesh.axis_names):
         return False
-    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+    processes = {device.process_index for device in mesh.devices.flat}
+    if processes != {jax.process_index()}:
         return False
     if count_bytes((state.params, state.carried, batch)) > MOST_BYTES:
         return False
@@ -198,8 +203,10 @@ def compute_whole_batch(
 
 def count_bytes(tree: Any) -> int:
     """The size of all arrays of a tree, in bytes."""
-    sizes = [jnp.size(x) * jnp.result_type(x).itemsize for x in jax.tree.leaves(tree)]
-    return sum(sizes)
+    total = 0
+    for x in jax.tree.leaves(tree):
+        total += jnp.size(x) * jnp.result_type(x).itemsize
+    return total
 
 
 def draws_by_device(jaxpr: Any) -> bool:
