@@ -83,9 +83,11 @@ def draw_grid(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = No
         end = min(len(ticks), tick + _SHOWN + 1)
         ticks = range(max(0, tick - _SHOWN), max(tick + 1, end))
     header = [str(tick) for tick in ticks]
-    texts = [[_format_short(row, tick) for tick in ticks] for row in rows]
-    width = 0
-    for cells in [header, *texts]:
+    texts = []
+    width = max(map(len, header), default=0)
+    for row in rows:
+        cells = [_format_short(row, tick) for tick in ticks]
+        texts.append(cells)
         width = max([width, *map(len, cells)])
     label_width = len("device ") + 1 + len(str(len(rows)))
 
@@ -97,7 +99,10 @@ def draw_grid(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = No
     for device, cells in enumerate(texts):
         lines.append(format_line(f"device {device}", [cell or "." for cell in cells]))
         if arrow and arrow[0] == device:
-            lines.append(format_line("", ["^" if tick == arrow[1] else "" for tick in ticks]))
+            marks = [""] * len(ticks)
+            if arrow[1] in ticks:
+                marks[ticks.index(arrow[1])] = "^"
+            lines.append(format_line("", marks))
     return "\n".join(lines)
 
 

@@ -209,7 +209,9 @@ def _count_at_home(rows: Rows, placement: StagePlacement) -> int:
     count = 0
     for device, row in enumerate(rows):
         for cell in row:
-            count += sum(device_of(action.stage, len(rows), placement) == device for action in cell)
+            for action in cell:
+                if device_of(action.stage, len(rows), placement) == device:
+                    count += 1
     return count
 
 

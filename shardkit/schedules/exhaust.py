@@ -86,7 +86,10 @@ class Exhaustion:
 
     def _count_in_flight(self, device: int) -> int:
         """How many chunks a device holds, from F to W."""
-        return sum(self._next["F", stage] - self._next["W", stage] for stage in self._work.chunks[device])
+        in_flight = 0
+        for stage in self._work.chunks[device]:
+            in_flight += self._next["F", stage] - self._next["W", stage]
+        return in_flight
 
     def _find_bound(self, ready: list[tuple[float, Action]], now: float) -> float:
         """A lower bound of the makespan of every order with this beginning.
@@ -107,12 +110,12 @@ class Exhaustion:
     def _comes_late(self, begin: float, action: Action, ready: list[tuple[float, Action]]) -> bool:
         """Whether another part of a backward would fit in before this action, on the same device."""
         device = self._work.device[action.stage]
-        for other_begin, other in ready:
-            if other.op == "F" or self._work.device[other.stage] != device:
+        for ready_begin, backward in ready:
+            if backward.op == "F" or self._work.device[backward.stage] != device:
                 continue
             # An action of cost 0 counts as longer than the slack: otherwise two of them would exclude each other.
-            cost = max(self._work.cost[other], 2 * SLACK)
-            if other_begin + cost <= begin + SLACK:
+            cost = max(self._work.cost[backward], 2 * SLACK)
+            if ready_begin + cost <= begin + SLACK:
                 return True
         return False
 
@@ -129,7 +132,12 @@ class Exhaustion:
                     times.append(self._ended[Action(stage, op, i)])
         tried = self._tried.setdefault(tuple(self._next.values()), [])
         for earlier_times in tried:
-            if all(old <= new + SLACK for old, new in zip(earlier_times, times, strict=True)):
+            is_as_early = True
+            for earlier, time in zip(earlier_times, times, strict=True):
+                if earlier > time + SLACK:
+                    is_as_early = False
+                    break
+            if is_as_early:
                 return True
         tried.append(times)
         return False

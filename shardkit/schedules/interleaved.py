@@ -40,11 +40,15 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     turns = []
     for first in range(0, microbatches, p):
         for chunk in range(chunks):
-            turns += [(first + r, chunk) for r in range(p)]
+            for microbatch in range(first, first + p):
+                turns.append((microbatch, chunk))
     orders = []
     for d in range(p):
-        forwards = [make_cell(chunk * p + d, "F", i) for i, chunk in turns]
-        backwards = [make_cell((chunks - 1 - chunk) * p + d, "B", i) for i, chunk in turns]
+        forwards = []
+        backwards = []
+        for i, chunk in turns:  # the backwards go through the chunks from the last to the first
+            forwards.append(make_cell(chunk * p + d, "F", i))
+            backwards.append(make_cell((chunks - 1 - chunk) * p + d, "B", i))
         # With one chunk nothing returns around the ring, so the warm-up is shorter.
         later_devices = p - 1 - d
         warm_up = (chunks - 1) * p + 2 * later_devices if chunks > 1 else later_devices

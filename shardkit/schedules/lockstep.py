@@ -49,6 +49,8 @@ def lockstep(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     ticks = 1 + max(tick for _, tick in cells)
     rows = []
     for d in range(p):
-        row = [tuple(cells.get((d, tick), ())) for tick in range(ticks)]
+        row = []
+        for tick in range(ticks):
+            row.append(tuple(cells.get((d, tick), ())))
         rows.append(tuple(row))
     return Schedule(tuple(rows), name="lockstep")

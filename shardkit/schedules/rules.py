@@ -69,10 +69,13 @@ def _refuse_late_input(name: str, rows: Rows, device: int, tick: int) -> None:
 
 def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
     """All checks of `check` but one: that inputs from other devices arrive in time."""
-    actions = {action for row in rows for cell in row for action in cell}
+    actions: set[Action] = set()
+    for row in rows:
+        for cell in row:
+            actions.update(cell)
     if not actions:
         raise ValueError(f"{name}: a schedule must have an action; got none. Write for example '0F0,0B0'.")
-    seen: dict[Action, int] = {}  # the tick of every action up to here
+    tick_of: dict[Action, int] = {}  # the tick of every action up to here
     for tick in range(max(map(len, rows))):
         for device, row in enumerate(rows):
             if tick >= len(row):
@@ -84,12 +87,12 @@ def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
             for action in cell:
                 home = device_of(action.stage, len(rows), placement)
                 reason = _find_gap(action, len(actions)) or _find_misplacement(
-                    action, device, tick, home, seen, actions
+                    action, device, tick, home, tick_of, actions
                 )
                 if reason:
                     refuse(name, reason, rows, device, tick)
-                seen[action] = tick
-    _check_complete(name, rows, placement, seen)
+                tick_of[action] = tick
+    _check_complete(name, rows, placement, tick_of)
 
 
 def _check_complete(name: str, rows: Rows, placement: StagePlacement, ticks: dict[Action, int]) -> None:
@@ -131,9 +134,9 @@ def _find_gap(action: Action, actions: int) -> str | None:
 
 
 def _find_misplacement(
-    action: Action, device: int, tick: int, home: int, seen: dict[Action, int], actions: set[Action]
+    action: Action, device: int, tick: int, home: int, tick_of: dict[Action, int], actions: set[Action]
 ) -> str | None:
-    """The error of an action on `device`, whose stage is on device `home`, after the actions `seen`; None if legal."""
+    """The error of an action on `device`, whose stage is on device `home`, after those of `tick_of`; None if legal."""
     stage, op, i = action
     if op not in OPS:
         return f"an op must be one of F, B, I and W; got {op!r} at tick {tick}. Write one of them."
@@ -142,13 +145,14 @@ def _find_misplacement(
             f"each stage must run on one device; got {action} on device {device}, and stage {stage} is on device "
             f"{home}. Move it there."
         )
-    if action in seen:
-        return f"an action must run once; got {action} at ticks {seen[action]} and {tick}. Drop one."
-    for other in _EXCLUDES.get(op, ""):
-        if Action(stage, other, i) in seen:
-            return f"a backward must be whole, B, or split, I and W; got {stage}{other}{i} and {action}. Drop one."
+    if action in tick_of:
+        return f"an action must run once; got {action} at ticks {tick_of[action]} and {tick}. Drop one."
+    for excluded_op in _EXCLUDES.get(op, ""):
+        excluded = Action(stage, excluded_op, i)
+        if excluded in tick_of:
+            return f"a backward must be whole, B, or split, I and W; got {excluded} and {action}. Drop one."
     before = Action(stage, _BEFORE.get(op, ""), i)
-    if before in actions and before not in seen:
+    if before in actions and before not in tick_of:
         return f"{before.op} must run before {op}; got {action} at tick {tick} before {before}. Swap them."
     return None
 
@@ -188,11 +192,13 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
         while next_cells[device] < len(orders[device]):
             column, cell = orders[device][next_cells[device]]
             inputs = _find_inputs(cell, last_stage, home)
-            missing = next((need for need in inputs if need not in ticks), None)
+            missing = [need for need in inputs if need not in ticks]
             if missing:
-                waiting.setdefault(missing, []).append(device)
+                waiting.setdefault(missing[0], []).append(device)
                 break
-            tick = max([column, len(row), *(ticks[need] + 1 for need in inputs)])
+            tick = max(column, len(row))
+            for need in inputs:
+                tick = max(tick, ticks[need] + 1)
             row += [()] * (tick - len(row))
             row.append(cell)
             next_cells[device] += 1
@@ -207,7 +213,11 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
                 stuck[device] = _Waiting(column, cell, need)
         _refuse_deadlock(name, rows, stuck, home)
     length = max(map(len, table))
-    return tuple((*row, *[()] * (length - len(row))) for row in table)
+    rows_of_one_length = []
+    for row in table:
+        idle_ticks: list[Cell] = [()] * (length - len(row))
+        rows_of_one_length.append((*row, *idle_ticks))
+    return tuple(rows_of_one_length)
 
 
 def _find_inputs(cell: Cell, last_stage: int, actions: Container[Action]) -> list[Action]:
@@ -222,10 +232,10 @@ def _refuse_deadlock(
     name: str, rows: Sequence[Sequence[Cell]], stuck: dict[int, _Waiting], home: dict[Action, int]
 ) -> NoReturn:
     """Names a cell on a cycle of devices that wait for each other: to follow any stuck device leads into a cycle."""
-    seen: list[int] = []
+    visited: list[int] = []
     device = min(stuck)
-    while device not in seen:
-        seen.append(device)
+    while device not in visited:
+        visited.append(device)
         device = home[stuck[device].need]
     column, cell, need = stuck[device]
     waiting = " and ".join(map(str, cell))

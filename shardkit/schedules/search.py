@@ -138,8 +138,11 @@ def _try_orders(work: Actions, places: int) -> Iterator[Timed]:
     """The orders that are tried, as begin times, for devices with `places` for chunks in flight."""
     for order in _find_known_orders(work, places):
         rows = work.run_order(order)
-        peaks = [count_peak([action for _, action in row]) for row in rows]
-        if max(peaks) <= places:
+        peak = 0
+        for row in rows:
+            actions = [action for _, action in row]
+            peak = max(peak, count_peak(actions))
+        if peak <= places:
             yield rows
     for rule in _RULES:
         yield GreedyRun(work, places, rule).run()
@@ -207,16 +210,16 @@ class GreedyRun:
         free = [(0.0, device) for device in range(self._work.p)]
         asleep: set[int] = set()
         while free:
-            now, device = heappop(free)
-            action, later = self._choose(device, now)
+            time, device = heappop(free)
+            action, later = self._choose(device, time)
             if action is None and later < math.inf:
                 heappush(free, (later, device))
             elif action is None:
                 asleep.add(device)
             else:
-                heappush(free, (self._begin(device, action, now), device))
-                for other, _ in self._work.needed[action]:
-                    waiting = self._work.device[other.stage]
+                heappush(free, (self._begin(device, action, time), device))
+                for following, _ in self._work.needed[action]:
+                    waiting = self._work.device[following.stage]
                     if waiting in asleep:
                         asleep.remove(waiting)
                         heappush(free, (self._ended[action], waiting))
@@ -252,7 +255,10 @@ class GreedyRun:
 
     def _count_between(self, device: int, first: str, last: str) -> int:
         """How many microbatches of a device's chunks have begun one op, and not yet another."""
-        return sum(self._next[first][stage] - self._next[last][stage] for stage in self._work.chunks[device])
+        count = 0
+        for stage in self._work.chunks[device]:
+            count += self._next[first][stage] - self._next[last][stage]
+        return count
 
     def _prefer(self, device: int, ready: dict[str, list[Action]], now: float, later: float) -> Action | None:
         """The ready action that the rule begins; None if it waits."""
@@ -302,7 +308,10 @@ def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]
             gaps += [step] * (p - 1)
             gaps.append(turn)
         begins = dict(zip(passes, accumulate(gaps), strict=False))
-        if all(_add_weight_gradients(begins, (2 * p - 1 - d, d), places) for d in range(p)):
+        fits = True
+        for d in range(p):
+            fits = fits and _add_weight_gradients(begins, (2 * p - 1 - d, d), places)
+        if fits:
             yield _repeat(begins, m)
 
 
@@ -317,7 +326,10 @@ def _repeat(begins: dict[tuple[str, int], int], m: int) -> list[Action]:
 
 def _add_weight_gradients(begins: dict[tuple[str, int], int], stages: tuple[int, int], places: int) -> bool:
     """Adds the weight gradients of a device's two stages; False if actions collide, or too many are in flight."""
-    taken = {begins[op, stage] % _PERIOD for op in "FI" for stage in stages}
+    taken = set()  # of the ticks of a period
+    for stage in stages:
+        taken.add(begins["F", stage] % _PERIOD)
+        taken.add(begins["I", stage] % _PERIOD)
     if len(taken) < 4:
         return False
     in_flight = 0

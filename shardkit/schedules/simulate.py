@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import sub
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -120,7 +121,7 @@ def _subtract(
     passed_backward: StageCost,
 ) -> tuple[float, ...]:
     """The cost of one part of a backward pass: the whole minus the other part."""
-    costs = tuple(cost - part_cost for cost, part_cost in zip(backward, part, strict=True))
+    costs = tuple(map(sub, backward, part))
     if min(costs) < 0:
         raise ValueError(
             f"{where}: {part_name} must be at most backward; got {passed_part} of {passed_backward}. Pass {name} too."
@@ -253,7 +254,9 @@ def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Co
         awaited.append(min(unsplit, input_grad))
     stages = range(p * v)
     devices = [device_of(stage, p, placement) for stage in stages]
-    hops = [costs.communication * (device != following) for device, following in pairwise(devices)]
+    hops = []  # the time from each stage to the next; nothing is sent between stages of one device
+    for device, next_device in pairwise(devices):
+        hops.append(costs.communication if device != next_device else 0.0)
     # From the begin of the forward of a stage to the end of its own backward.
     in_flight = []
     for stage in stages:
@@ -262,10 +265,14 @@ def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Co
     bounds = [in_flight[0]]
     for first in range(p):  # the first stage of each device
         device_stages = [stage for stage in stages if devices[stage] == devices[first]]
-        work = m * sum(forward[stage] + backward[stage] for stage in device_stages)
-        bounds.append(sum(forward[:first]) + sum(hops[:first]) + work)
+        work_of_microbatch = 0.0
+        time_in_flight = 0.0
+        for stage in device_stages:
+            work_of_microbatch += forward[stage] + backward[stage]
+            time_in_flight += in_flight[stage]
+        bounds.append(sum(forward[:first]) + sum(hops[:first]) + m * work_of_microbatch)
         if memory is not None:
-            bounds.append(m * sum(in_flight[stage] for stage in device_stages) / (memory * v))
+            bounds.append(m * time_in_flight / (memory * v))
     return max(bounds)
 
 

@@ -222,20 +222,21 @@ def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray, spread: b
         tick_ops[tick].add(action.op)
     kinds = []
     for ops, microbatches in zip(tick_ops, ends, strict=True):
-        tick_ends: tuple[str, ...] = ()
-        if spread:
-            tick_ends = tuple(end for end, i in zip(ENDS, microbatches, strict=True) if i >= 0)
-        kinds.append(("".join(op for op in OPS if op in ops), tick_ends))
+        tick_ends = []
+        for end, microbatch in zip(ENDS, microbatches, strict=True):
+            if spread and microbatch >= 0:
+                tick_ends.append(end)
+        kinds.append(("".join(op for op in OPS if op in ops), tuple(tick_ends)))
     segments = []
     begin = 0
-    for (ops_text, tick_ends), run in groupby(kinds):
+    for (ops_text, run_ends), run in groupby(kinds):
         ticks = len(list(run))
         moves = []
         for field in MOVES:
             slots = rows[begin : begin + ticks, :, FIELDS.index(field)]
             if (slots != _NOWHERE).any():
                 moves.append(field)
-        segments.append(Segment(ops_text, begin, ticks, tuple(moves), tick_ends))
+        segments.append(Segment(ops_text, begin, ticks, tuple(moves), run_ends))
         begin += ticks
     return tuple(segments)
 

@@ -41,7 +41,9 @@ class Actions:
         self.chunks: list[list[int]] = [[] for _ in range(p)]
         for stage in self.stages:
             self.chunks[self.device[stage]].append(stage)
-        actions = [Action(stage, op, i) for stage, op, i in product(self.stages, "FIW", range(m))]
+        actions = []
+        for stage, op, i in product(self.stages, "FIW", range(m)):
+            actions.append(Action(stage, op, i))
         self.cost = {action: costs.of[action.op][action.stage] for action in actions}
         self.needs: Inputs = {action: [] for action in actions}
         self.needed: Inputs = {action: [] for action in actions}
@@ -55,7 +57,9 @@ class Actions:
 
     def find_ready(self, action: Action, ended: Mapping[Action, float]) -> float:
         """When all inputs of an action are on its device; infinite while an input has not begun."""
-        arrivals = [ended.get(need, math.inf) + delay for need, delay in self.needs[action]]
+        arrivals = []
+        for need, delay in self.needs[action]:
+            arrivals.append(ended.get(need, math.inf) + delay)
         return max(arrivals, default=0.0)
 
     def run_order(self, actions: Iterable[Action]) -> Timed:
@@ -116,7 +120,10 @@ class Actions:
         makespan = self.find_makespan(rows)
         mirrored = []
         for row in rows:
-            mirrored.append([(makespan - begin - self.cost[action], action) for begin, action in reversed(row)])
+            mirrored_row = []
+            for begin, action in reversed(row):
+                mirrored_row.append((makespan - begin - self.cost[action], action))
+            mirrored.append(mirrored_row)
         return mirrored
 
     def _move_earlier(self, rows: Timed, needs: Inputs, in_flight: tuple[str, str], places: int) -> Timed:
@@ -126,7 +133,9 @@ class Actions:
         for row in rows:
             begins.update((action, begin) for begin, action in row)
         for action in sorted(begins, key=begins.__getitem__):
-            arrivals = [begins[need] + self.cost[need] + delay for need, delay in needs[action]]
+            arrivals = []
+            for need, delay in needs[action]:
+                arrivals.append(begins[need] + self.cost[need] + delay)
             ready = max(arrivals, default=0.0)
             if ready >= begins[action] - SLACK:
                 continue
@@ -148,9 +157,9 @@ class Actions:
         old_begin, action = row[old]
         cost = self.cost[action]
         takes, gives = in_flight
-        held = 0
+        chunks_in_flight = 0
         if action.op == takes:
-            held = _count_held(row[:old], takes, gives)
+            chunks_in_flight = _count_in_flight(row[:old], takes, gives)
         best = (old, old_begin)
         gap_end = old_begin + cost
         for new in range(old, -1, -1):
@@ -166,18 +175,23 @@ class Actions:
             gap_end = begin
             if action.op == takes:
                 # What it passes runs with one chunk more in flight.
-                held -= (before.op == takes) - (before.op == gives)
-                if held + (before.op == takes) + 1 > places:
+                peak = chunks_in_flight + 1
+                if before.op == takes:
+                    chunks_in_flight -= 1
+                elif before.op == gives:
+                    chunks_in_flight += 1
+                    peak += 1
+                if peak > places:
                     break
         return best
 
 
-def _count_held(row: Row, takes: str, gives: str) -> int:
+def _count_in_flight(row: Row, takes: str, gives: str) -> int:
     """How many chunks are in flight after these actions."""
-    held = 0
+    count = 0
     for _, action in row:
         if action.op == takes:
-            held += 1
+            count += 1
         elif action.op == gives:
-            held -= 1
-    return held
+            count -= 1
+    return count
