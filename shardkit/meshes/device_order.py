@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations, permutations, product
+from itertools import chain, combinations, permutations, product
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -112,7 +112,11 @@ def _milliseconds(*seconds: float) -> list[str]:
 
 def assume_equal_gathers(axes: Mapping[str, int]) -> list[Load]:
     """The loads of an unknown step: over each axis, an array of the same size is gathered."""
-    return [Load("all_gather", (axis,), (size - 1) / size) for axis, size in axes.items() if size > 1]
+    loads = []
+    for axis, size in axes.items():
+        if size > 1:
+            loads.append(Load("all_gather", (axis,), (size - 1) / size))
+    return loads
 
 
 def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequence[Load]) -> DeviceOrder | None:
@@ -161,12 +165,14 @@ def _order_by_jax(devices: Sequence[Any], axes: Mapping[str, int], coordinates: 
     """The coordinates in the order of jax's own rule. The rule is for one slice; for several, the order stays."""
     if len({getattr(device, "slice_index", None) for device in devices}) > 1:
         return coordinates
-    by_id = {device.id: position for device, position in zip(devices, coordinates, strict=True)}
+    position_of = {}  # by the device's id
+    for device, position in zip(devices, coordinates, strict=True):
+        position_of[device.id] = position
     try:
         grid = mesh_utils.create_device_mesh(tuple(axes.values()), devices, allow_split_physical_axes=True)
     except Exception:  # it fails, in several ways, to split a dimension with a factor of 5 or 7
         return coordinates
-    return tuple(by_id[device.id] for device in grid.flat)
+    return tuple(position_of[device.id] for device in grid.flat)
 
 
 class _Factor(NamedTuple):
@@ -191,7 +197,12 @@ class _Search:
         self.axes = {axis: size for axis, size in axes.items() if size > 1}
         self.names = list(axes)
         # The axes that send most come first: with a bad set of factors for them, the search ends early.
-        self.order = sorted(self.axes, key=lambda axis: -sum(load.sent for load in loads if axis in load.axes))
+        sent_of = dict.fromkeys(self.axes, 0.0)
+        for load in loads:
+            for axis in load.axes:
+                if axis in sent_of:
+                    sent_of[axis] += load.sent
+        self.order = sorted(self.axes, key=lambda axis: -sent_of[axis])
         self.alone = [self._time_alone(load) for load in loads]
         self.least = math.inf
         self.chosen: dict[str, _Factors] = {}
@@ -243,7 +254,7 @@ class _Search:
 
     def _time(self, load: Load, factors: tuple[_Factors, ...]) -> float:
         if load.kind != "ppermute":  # the order inside a group does not matter
-            factors = (tuple(sorted(factor for axis_factors in factors for factor in axis_factors)),)
+            factors = (tuple(sorted(chain(*factors))),)
         return load.sent * _time_byte(self.network, load.kind, factors, load.moves)
 
 
@@ -267,8 +278,8 @@ def _order_distinctly(radices: tuple[int, ...]) -> list[tuple[int, ...]]:
     orders = []
     for first in sorted(set(radices)):
         number = radices.index(first)
-        others = radices[:number] + radices[number + 1 :]
-        for order in _order_distinctly(others):
+        remaining = radices[:number] + radices[number + 1 :]
+        for order in _order_distinctly(remaining):
             orders.append((first, *order))
     return orders
 

@@ -86,10 +86,23 @@ def draw_array(x: Any) -> DeviceGrid:
     slices = x.sharding.devices_indices_map(tuple(x.shape))
     spans = {}
     for device, index in slices.items():
-        spans[device] = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
-    pieces = [sorted({span[dim] for span in spans.values()}) for dim in range(len(x.shape))]
-    # A table has two dims: of an array with more dims, only the split dims are shown.
-    shown = [dim for dim, dim_pieces in enumerate(pieces) if len(dim_pieces) > 1 or len(pieces) <= 2]
+        device_spans = []
+        for dim_slice, size in zip(index, x.shape, strict=True):
+            start, stop, _ = dim_slice.indices(size)
+            device_spans.append((start, stop))
+        spans[device] = tuple(device_spans)
+    # Of 8 rows over 4 devices dim 0 has the pieces (0, 2), (2, 4), (4, 6) and (6, 8).
+    pieces = []
+    shown = []
+    hidden = []
+    for dim in range(len(x.shape)):
+        dim_pieces = {device_spans[dim] for device_spans in spans.values()}
+        pieces.append(sorted(dim_pieces))
+        # A table has two dims: of an array with more dims, only the split dims are shown.
+        if len(dim_pieces) > 1 or len(x.shape) <= 2:
+            shown.append(dim)
+        else:
+            hidden.append(str(dim))
     cells: dict[tuple[int, ...], tuple[int, ...]] = {}
     for device in sorted(spans, key=lambda device: device.id):
         index = tuple(pieces[dim].index(spans[device][dim]) for dim in shown)
@@ -97,12 +110,14 @@ def draw_array(x: Any) -> DeviceGrid:
     labels = []
     for dim in shown:
         before = ":, " * dim
-        labels.append([f"[{before}{start}:{stop}]" for start, stop in pieces[dim]])
+        dim_labels = []
+        for start, stop in pieces[dim]:
+            dim_labels.append(f"[{before}{start}:{stop}]")
+        labels.append(dim_labels)
     shape, dtype = _describe_global(x)
     local = _describe_local(x)
     platform = next(iter(spans)).platform
     devices = f"each of {len(spans)} {platform} devices" if len(spans) > 1 else f"one {platform} device"
-    hidden = [str(dim) for dim in range(len(pieces)) if dim not in shown]
     title = f"{local.shape}, {local.bytes} bytes, on {devices}{_describe_hidden(hidden)}"
     return DeviceGrid((f"{shape} {dtype}, {local.spec}", title), labels, cells)
 
@@ -188,7 +203,8 @@ def _describe_spec(x: Any) -> str:
     sizes = _bound_sizes(x)
     if sizes:
         # jax tracks no types under vmap: a value may vary over its axis.
-        axes = [axis for axis in sizes if axis not in tracked_axes() or axis in varying_axes(x)]
+        untracked = sizes.keys() - tracked_axes()
+        axes = [axis for axis in sizes if axis in untracked | varying_axes(x)]
         return f"varies over {quoted(axes)}" if axes else "the same on all"
     if isinstance(x, jax.core.Tracer):
         return "traced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -137,10 +138,12 @@ def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows of cells as text, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths: list[int] = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = map(str.ljust, row, widths)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -192,7 +195,7 @@ def split_dims(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
 
 def all_axes(spec: PartitionSpec) -> frozenset[str]:
     """The mesh axes that a spec uses."""
-    return frozenset(axis for axes in spec_axes(spec) for axis in axes)
+    return frozenset().union(*spec_axes(spec))
 
 
 def broadcast_specs(specs: Any, tree: Any, where: str = "specs") -> Any:
@@ -269,7 +272,7 @@ def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
 
 
 def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:
-    axes = [axis for entry in spec_axes(spec) for axis in entry]
+    axes = list(itertools.chain(*spec_axes(spec)))
     for axis in axes:
         if axes.count(axis) > 1:
             origin = f" (from the logical axes {names})" if names else ""
@@ -280,7 +283,7 @@ def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None,
 
 
 def _is_names(x: Any) -> bool:
-    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+    return isinstance(x, tuple) and all(isinstance(name, str | None) for name in x)
 
 
 def shard_shape(x: Any) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 from typing import Literal, NamedTuple, overload
 
 import jax
@@ -166,7 +166,9 @@ def make_hybrid_mesh(
             f"make_hybrid_mesh: slow axes {sized(slow.items())} over fast axes {sized(fast.items())} need {count} "
             f"group(s) of {size} devices; got group sizes {group_sizes}. Change the sizes or pass group_of."
         )
-    grids = [mesh_utils.create_device_mesh(tuple(fast.values()), group) for _, group in sorted(groups.items())]
+    grids = []
+    for _, group in sorted(groups.items()):
+        grids.append(mesh_utils.create_device_mesh(tuple(fast.values()), group))
     grid = np.stack(grids).reshape(*slow.values(), *fast.values())
     # Worked example: slow {"data": 2} and fast {"data": 2, "model": 4} give a grid [data, data, model]. The slow part
     # of an axis goes directly before its fast part, and they become one axis: data=4.
@@ -252,10 +254,10 @@ def _build_mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType |
 def _infer_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """The sizes of the axes, with the one that is -1 inferred from the number of devices."""
     open_axes = [name for name, size in sizes.items() if size == -1]
-    bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
-    if bad:
+    wrong_sizes = [(name, size) for name, size in sizes.items() if size < 1 and size != -1]
+    if wrong_sizes:
         raise ValueError(
-            f"make_mesh: an axis size must be at least 1, or -1 to infer it; got {sized(bad.items())}. Change the size."
+            f"make_mesh: an axis size must be at least 1, or -1 to infer it; got {sized(wrong_sizes)}. Change the size."
         )
     if len(open_axes) > 1:
         raise ValueError(
@@ -305,35 +307,45 @@ class DeviceGrid(NamedTuple):
             inner = product(*inner_shape)
             cells = []
             for _ in rows:
-                cells.append([self.cells[*outer, *next(inner)] for _ in columns])
-            title = ", ".join(labels[index] for labels, index in zip(outer_labels, outer, strict=True))
+                row_cells = []
+                for _ in columns:
+                    row_cells.append(self.cells[*outer, *next(inner)])
+                cells.append(row_cells)
+            outer_names = []
+            for labels, index in zip(outer_labels, outer, strict=True):
+                outer_names.append(labels[index])
+            title = ", ".join(outer_names)
             yield GridTable(title, list(rows), list(columns), cells)
 
     def __str__(self) -> str:
         tables = list(self.tables())
         texts = []
         for table in tables:
-            texts.append([[format_ids(ids) for ids in row] for row in table.cells])
-        left = max(len(label) for label in tables[0].row_labels)
+            texts.append([list(map(format_ids, row)) for row in table.cells])
+        label_width = max(map(len, tables[0].row_labels))
         widths = []
         for column, label in enumerate(tables[0].column_labels):
-            cells = [row[column] for rows in texts for row in rows]
-            widths.append(max(map(len, [label, *cells])))
+            width = len(label)
+            for row in chain(*texts):
+                width = max(width, len(row[column]))
+            widths.append(width)
         lines = list(self.title)
         for table, rows in zip(tables, texts, strict=True):
             if table.title:
                 lines.append(table.title)
             if any(table.column_labels):
-                lines.append(_format_row("", table.column_labels, left, widths))
+                lines.append(_format_row("", table.column_labels, label_width, widths))
             for label, row in zip(table.row_labels, rows, strict=True):
                 if any(row):
-                    lines.append(_format_row(label, row, left, widths))
+                    lines.append(_format_row(label, row, label_width, widths))
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _format_row(label: str, cells: Sequence[str], left: int, widths: Sequence[int]) -> str:
-    texts = [f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-    return f"{label:<{left}}" + "".join(texts)
+def _format_row(label: str, cells: Sequence[str], label_width: int, widths: Sequence[int]) -> str:
+    row = label.ljust(label_width)
+    for cell, width in zip(cells, widths, strict=True):
+        row += "  " + cell.rjust(width)
+    return row
 
 
 def format_ids(ids: Ids) -> str:

@@ -130,7 +130,9 @@ def _positions_on_torus(devices: Sequence[Any], ndim: int) -> np.ndarray:
 
 def _positions_in_hosts(devices: Sequence[Any]) -> np.ndarray:
     """The host of each device, and its number there in the order of the devices, [devices, 2]."""
-    hosts = [(number, device.process_index) for number, device in zip(_slice_numbers(devices), devices, strict=True)]
+    hosts = []  # a host is one process of one slice
+    for slice_number, device in zip(_slice_numbers(devices), devices, strict=True):
+        hosts.append((slice_number, device.process_index))
     host_numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
     counts = Counter[tuple[int, int]]()
     positions = []
@@ -252,11 +254,11 @@ def _add_unaligned(network: Network, loads: Sequence[np.ndarray], kind: str, gro
 def _add_gather(
     network: Network, loads: Sequence[np.ndarray], groups: np.ndarray, counts: Sequence[int], alike: bool
 ) -> None:
-    others = groups.shape[1] - 1
+    received_pieces = groups.shape[1] - 1
     for dim, sent in enumerate(_divide_bucket(network, counts)):
         if sent:
             senders = _choose_senders(network, groups, dim, alike)
-            _add_ring(network, loads[dim], groups, dim, counts[dim], sent / others, senders)
+            _add_ring(network, loads[dim], groups, dim, counts[dim], sent / received_pieces, senders)
 
 
 def _add_all_to_all(
@@ -291,12 +293,12 @@ def _choose_senders(network: Network, groups: np.ndarray, dim: int, alike: bool)
     if not alike:
         return np.ones(groups.shape[:2], bool)
     last = len(network.dims) - 1
-    others = []
+    across_dims = []
     for number in range(len(network.dims)):
         shares_links = network.shared and number == last
         if number != dim and not shares_links:
-            others.append(number)
-    return (groups[:, :, others] == 0).all(axis=2)
+            across_dims.append(number)
+    return (groups[:, :, across_dims] == 0).all(axis=2)
 
 
 def _divide_bucket(network: Network, counts: Sequence[int]) -> list[float]:
@@ -307,15 +309,18 @@ def _divide_bucket(network: Network, counts: Sequence[int]) -> list[float]:
     pieces along each dimension, 15 in all.
     """
     sent = [0.0] * len(counts)
-    held = 1
+    gathered_pieces = 1  # that a member has from the levels before
     for level in (_BETWEEN, _TORUS, _INSIDE):
-        dims = [number for number, dim in enumerate(network.dims) if dim.level == level and counts[number] > 1]
+        dims = []
+        for number, dim_of_network in enumerate(network.dims):
+            if dim_of_network.level == level and counts[number] > 1:
+                dims.append(number)
         for first in range(len(dims)):
-            pieces = held
+            pieces = gathered_pieces
             for dim in dims[first:] + dims[:first]:
                 sent[dim] += (counts[dim] - 1) * pieces / len(dims)
                 pieces *= counts[dim]
-        held *= math.prod(counts[dim] for dim in dims)
+        gathered_pieces *= math.prod(counts[dim] for dim in dims)
     return sent
 
 
