@@ -59,7 +59,10 @@ class Move(NamedTuple):
         """Whether nothing is done."""
         if self.source != self.target:
             return False
-        return all(leg.shape == leg.stored and not leg.route.steps for leg in self.legs)
+        for leg in self.legs:
+            if leg.route.steps or leg.shape != leg.stored:
+                return False
+        return True
 
     @property
     def sent(self) -> int:
@@ -74,7 +77,10 @@ class Move(NamedTuple):
     @property
     def words(self) -> str:
         """The steps in words."""
-        steps = [step.describe(leg.route.dims) for leg in self.legs for step in leg.route.steps]
+        steps = []
+        for leg in self.legs:
+            for step in leg.route.steps:
+                steps.append(step.describe(leg.route.dims))
         return "; ".join(steps) or "none"
 
 
@@ -175,17 +181,35 @@ def _find_legs(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any
 
 
 def _forms_between(original: tuple[int, ...], before: _Form, apart: Sequence[int], mesh: Any) -> Iterator[_Form]:
-    """Forms in which the dims `apart` are whole: each dim's axes are gathered, or split another dim instead."""
+    """Forms in which the dims `apart` are whole: each dim's axes are gathered, or split another dim instead.
+
+    Worked example: 6x4 from P("data") to P("model"), both of 4 devices, padded to 8 rows in one and to 12 in the other.
+    Dim 0 is apart. Its axis "data" may be gathered, P(), or split dim 1 instead, P(None, "data"): 6x1 on each device.
+    """
     source = _split_of(before.spec, len(original))
-    shape = tuple(original[dim] if dim in apart else size for dim, size in enumerate(before.shape))
-    destinations = [None, *(dim for dim in range(len(original)) if dim not in apart)]  # None: gathered
+    shape = list(before.shape)
+    source_without_apart = list(source)
+    destinations: list[int | None] = [None]  # gathered
+    for dim in range(len(original)):
+        if dim in apart:
+            shape[dim] = original[dim]
+            source_without_apart[dim] = ()
+        else:
+            destinations.append(dim)
     for choice in itertools.product(destinations, repeat=len(apart)):
-        split = [() if dim in apart else axes for dim, axes in enumerate(source)]
+        split = list(source_without_apart)
         for dim, destination in zip(apart, choice, strict=True):
             if destination is not None:
                 split[destination] = (*split[destination], *source[dim])
-        if all(size % _count_parts(axes, mesh) == 0 for size, axes in zip(shape, split, strict=True)):
-            yield _Form(canonical(PartitionSpec(*split)), shape)
+        if _divides(shape, split, mesh):
+            yield _Form(canonical(PartitionSpec(*split)), tuple(shape))
+
+
+def _divides(shape: Sequence[int], split: Sequence[tuple[str, ...]], mesh: Any) -> bool:
+    for size, axes in zip(shape, split, strict=True):
+        if size % _count_parts(axes, mesh):
+            return False
+    return True
 
 
 def _elements_sent(legs: Sequence[Leg]) -> int:
@@ -193,7 +217,7 @@ def _elements_sent(legs: Sequence[Leg]) -> int:
 
 
 def _make_leg(before: _Form, after: _Form, mesh: Any) -> Leg:
-    shape = tuple(max(sizes) for sizes in zip(before.shape, after.shape, strict=True))
+    shape = tuple(map(max, before.shape, after.shape))
     source = _split_of(before.spec, len(shape))
     target = _split_of(after.spec, len(shape))
     route = find_redistribution(shape, source, target, tuple(mesh.shape.items()))
@@ -209,14 +233,14 @@ def _least_received(original: tuple[int, ...], before: _Form, after: _Form, mesh
     most = 0
     for coordinates in itertools.product(*map(range, mesh.shape.values())):
         device = dict(zip(mesh.shape, coordinates, strict=True))
-        wanted = 1
+        new_elements = 1
         overlap = 1
         for dim, size in enumerate(original):
             old_start, old_stop = _find_range(dim, before, size, device, mesh)
             new_start, new_stop = _find_range(dim, after, size, device, mesh)
-            wanted *= new_stop - new_start
+            new_elements *= new_stop - new_start
             overlap *= max(0, min(old_stop, new_stop) - max(old_start, new_start))
-        most = max(most, wanted - overlap)
+        most = max(most, new_elements - overlap)
     return most
 
 
@@ -244,16 +268,20 @@ def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
     parts = dict(leg.route.parts)
     source = _refine_spec(leg.source, mesh, parts)
     target = _refine_spec(leg.target, mesh, parts)
-    varying_axes = tuple(axis for axes in spec_axes(target) for axis in axes)
+    varying_axes = tuple(itertools.chain(*spec_axes(target)))
 
     # Padding is added and cut on the device. A dim whose padding changes is whole before this leg or after it, so that
     # the zeros are at the end of one device's array. If both layouts split the dim, zeros would be in the middle.
     def run_leg(x: jax.Array) -> jax.Array:
         padded = local_shape(leg.shape, leg.source, mesh)
-        x = jnp.pad(x, [(0, longer - size) for longer, size in zip(padded, x.shape, strict=True)])
+        widths = []
+        for padded_size, size in zip(padded, x.shape, strict=True):
+            widths.append((0, padded_size - size))
+        x = jnp.pad(x, widths)
         x = run_steps(x, leg.route, varying_axes, piece)
         x = x.reshape(local_shape(leg.shape, leg.target, mesh))
-        return x[tuple(slice(size) for size in local_shape(leg.stored, leg.target, mesh))]
+        unpadded = local_shape(leg.stored, leg.target, mesh)
+        return x[tuple(map(slice, unpadded))]
 
     on_mesh = jax.shard_map(run_leg, mesh=refine_mesh(mesh, parts), in_specs=source, out_specs=target)
     return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, leg.target))
@@ -348,7 +376,7 @@ def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Arr
     """
     added_axes = step.added_axes()
     removed_axes = step.removed_axes()
-    moving_axes = tuple(axis for axes in added_axes for axis in axes)
+    moving_axes = tuple(itertools.chain(*added_axes))
     counts = [sizes[axis] for axis in moving_axes]
 
     # Each dim as (the devices along its added axes, what one of them gets), with the devices of all dims in front.

@@ -31,7 +31,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -63,11 +63,11 @@ class MoveStep(NamedTuple):
 
     def removed_axes(self) -> DimAxes:
         """For each dim the axes that a step takes from its minor end."""
-        return tuple(a[len(common_prefix(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
+        return _remove_common_prefixes(self.before, self.after)
 
     def added_axes(self) -> DimAxes:
         """For each dim the axes that a step adds at its minor end."""
-        return tuple(b[len(common_prefix(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
+        return _remove_common_prefixes(self.after, self.before)
 
     def describe(self, dims: Shape) -> str:
         """The step in words, with dims of the array instead of dims of the view."""
@@ -80,7 +80,9 @@ class MoveStep(NamedTuple):
         sources = _dims_of_axes(self.removed_axes(), dims)
         targets = _dims_of_axes(self.added_axes(), dims)
         if self.kind == "all_to_all":
-            moves = [f"{axis} from dim {sources[axis]} to dim {dim}" for axis, dim in targets.items()]
+            moves = []
+            for axis, dim in targets.items():
+                moves.append(f"{axis} from dim {sources[axis]} to dim {dim}")
             return "all_to_all " + ", ".join(moves)
         changed = targets if self.kind == "slice" else sources
         return f"{self.kind} " + ", ".join(f"dim {dim} over {axis}" for axis, dim in changed.items())
@@ -133,18 +135,20 @@ def find_redistribution(
     source = _keep_axes(source, sizes)
     target = _keep_axes(target, sizes)
     # Axes with which both layouts of a dim begin do not move: to the search, the shards over them are the array.
-    fixed = tuple(common_prefix(a, b) for a, b in zip(source, target, strict=True))
+    fixed = tuple(map(common_prefix, source, target))
     shape = divide_shape(shape, fixed, sizes)
-    source = tuple(axes[len(prefix) :] for axes, prefix in zip(source, fixed, strict=True))
-    target = tuple(axes[len(prefix) :] for axes, prefix in zip(target, fixed, strict=True))
-    moving = {axis: (sizes[axis],) for axes in (*source, *target) for axis in axes}
-    parts = refine_axes(source, target, moving)
+    minor_source = _remove_common_prefixes(source, target)
+    minor_target = _remove_common_prefixes(target, source)
+    moving = {}
+    for axis in (*_used_axes(minor_source), *_used_axes(minor_target)):
+        moving[axis] = (sizes[axis],)
+    parts = refine_axes(minor_source, minor_target, moving)
     views: list[tuple[Mapping[str, Shape], Cuts]] = [(moving, "last"), (moving, "none"), (moving, "all")]
     if sum(map(len, parts.values())) <= MOST_PARTS:
         views.append((parts, "all"))
     best: Redistribution | None = None
     for axis_parts, cuts in views:  # coarse views first: their collectives move longer runs of elements
-        candidate = _search(make_view(shape, source, target, axis_parts, cuts))
+        candidate = _search(make_view(shape, minor_source, minor_target, axis_parts, cuts))
         if best is None or candidate.sent < best.sent:
             best = candidate
         if best.sent == best.least:
@@ -154,7 +158,20 @@ def find_redistribution(
 
 
 def _keep_axes(split: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
-    return tuple(tuple(axis for axis in axes if axis in sizes) for axes in split)
+    """The axes of each dim that have several devices."""
+    dims = []
+    for axes in split:
+        dims.append(tuple(axis for axis in axes if axis in sizes))
+    return tuple(dims)
+
+
+def _remove_common_prefixes(split: DimAxes, reference: DimAxes) -> DimAxes:
+    """The axes of each dim after those with which the dim begins in both layouts."""
+    dims = []
+    for axes, reference_axes in zip(split, reference, strict=True):
+        prefix = common_prefix(axes, reference_axes)
+        dims.append(axes[len(prefix) :])
+    return tuple(dims)
 
 
 class _Path(NamedTuple):
@@ -240,8 +257,9 @@ def _find_gathers(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Ite
     elements = count_elements(shape, split, sizes)
     for dim, axes in enumerate(split):
         for start in range(len(axes)):
-            others = count_parts(axes[start:], sizes) - 1
-            yield MoveStep("all_gather", split, _replace_dim(split, dim, axes[:start]), elements * others)
+            received_shards = count_parts(axes[start:], sizes) - 1
+            sent = elements * received_shards
+            yield MoveStep("all_gather", split, _replace_dim(split, dim, axes[:start]), sent)
 
 
 def _find_exchanges(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
@@ -250,10 +268,15 @@ def _find_exchanges(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mappin
     for after in _exchange_layouts(split, target):
         step = MoveStep("all_to_all", split, after, 0)
         added_axes = step.added_axes()
-        if all(size % count_parts(axes, sizes) == 0 for size, axes in zip(local, added_axes, strict=True)):
-            moved = [axis for axes in added_axes for axis in axes]
-            # A device keeps one piece, and sends the others.
-            yield step._replace(sent=elements - elements // count_parts(moved, sizes))
+        divides = True
+        for size, axes in zip(local, added_axes, strict=True):
+            if size % count_parts(axes, sizes):
+                divides = False
+        if divides:
+            # Worked example: 8x4 over "x" of 4 devices, rows to columns. A device has 2x4 = 8 elements, in 4 pieces of
+            # 2x1; it keeps one piece, and sends the other three: 6 elements.
+            pieces = count_parts(_used_axes(added_axes), sizes)
+            yield step._replace(sent=elements - elements // pieces)
 
 
 def _exchange_layouts(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
@@ -264,17 +287,21 @@ def _exchange_layouts(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
     Worked example: from ((x, y), ()), y may move to dim 1: ((x,), (y,)). If the target has x and y on dim 1, in this
     order, both may move at once: ((), (x, y)).
     """
-    target_dims = {axis: dim for dim, axes in enumerate(target) for axis in axes}
+    target_dims = _dims_of_axes(target, range(len(target)))
     counts = [range(len(axes) + 1) for axes in split]
-    for kept in itertools.product(*counts):
-        remaining = tuple(axes[:count] for axes, count in zip(split, kept, strict=True))
-        moved = [axis for axes, count in zip(split, kept, strict=True) for axis in axes[count:]]
-        # A dim that loses axes gets none in the same step.
-        open_dims = [dim for dim, axes in enumerate(split) if len(axes) == kept[dim]]
+    for remaining_counts in itertools.product(*counts):
+        remaining = []
+        moved: list[str] = []
+        open_dims = []  # a dim that loses axes gets none in the same step
+        for dim, (axes, count) in enumerate(zip(split, remaining_counts, strict=True)):
+            remaining.append(axes[:count])
+            moved += axes[count:]
+            if count == len(axes):
+                open_dims.append(dim)
         if len(moved) == 1:
             for dim in open_dims:
-                yield _replace_dim(remaining, dim, (*remaining[dim], moved[0]))
-        elif moved and all(target_dims.get(axis) in open_dims for axis in moved):
+                yield _replace_dim(tuple(remaining), dim, (*remaining[dim], moved[0]))
+        elif moved and {target_dims.get(axis) for axis in moved} <= set(open_dims):
             layout = []
             for axes, target_axes in zip(remaining, target, strict=True):
                 layout.append(axes + tuple(axis for axis in target_axes if axis in moved))
@@ -285,8 +312,11 @@ def _find_permutes(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping
     elements = count_elements(shape, split, sizes)
     used_axes = _used_axes(split)
     counts = [count_parts(axes, sizes) for axes in split]
-    homes = [_find_home(axes, count, used_axes, sizes) for axes, count in zip(target, counts, strict=True)]
-    free_axes = tuple(axis for axis in used_axes if not any(axis in home for home in homes))
+    homes = []
+    for axes, count in zip(target, counts, strict=True):
+        homes.append(_find_home(axes, count, used_axes, sizes))
+    axes_at_home = set(_used_axes(homes))
+    free_axes = tuple(axis for axis in used_axes if axis not in axes_at_home)
     for after in _arrange(free_axes, homes, counts, sizes):
         if after != split:
             yield MoveStep("ppermute", split, after, elements)
@@ -309,8 +339,8 @@ def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Ma
     choices = [homes[0]] if homes[0] else _fill(axes, counts[0], sizes)
     for first in choices:
         remaining = tuple(axis for axis in axes if axis not in first)
-        for others in _arrange(remaining, homes[1:], counts[1:], sizes):
-            yield (first, *others)
+        for later_dims in _arrange(remaining, homes[1:], counts[1:], sizes):
+            yield (first, *later_dims)
 
 
 def _fill(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
@@ -320,8 +350,8 @@ def _fill(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
         return
     for axis in axes:
         if count % sizes[axis] == 0:
-            others = tuple(other for other in axes if other != axis)
-            for minor in _fill(others, count // sizes[axis], sizes):
+            remaining = tuple(name for name in axes if name != axis)
+            for minor in _fill(remaining, count // sizes[axis], sizes):
                 yield (axis, *minor)
 
 
@@ -347,8 +377,12 @@ def find_permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, li
     From x=2, y=2 on one dim to y, x: the device (x, y) held part 2 x + y and gets part 2 y + x, which (y, x) held. So
     (0, 1) and (1, 0), the joint indices 1 and 2, trade their parts: [(0, 0), (2, 1), (1, 2), (3, 3)].
     """
-    changed_dims = [dim for dim in range(len(step.before)) if step.before[dim] != step.after[dim]]
-    axes = tuple(axis for dim in changed_dims for axis in step.before[dim])
+    changed_dims = []
+    axes: Axes = ()
+    for dim, (before, after) in enumerate(zip(step.before, step.after, strict=True)):
+        if before != after:
+            changed_dims.append(dim)
+            axes += before
     devices = []
     for coordinates in itertools.product(*(range(sizes[axis]) for axis in axes)):
         devices.append(dict(zip(axes, coordinates, strict=True)))
@@ -356,13 +390,19 @@ def find_permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, li
     def find_part(split: DimAxes, device: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(joint_index(split[dim], device, sizes) for dim in changed_dims)
 
-    holders = {find_part(step.before, device): index for index, device in enumerate(devices)}
-    pairs = [(holders[find_part(step.after, device)], index) for index, device in enumerate(devices)]
+    # Worked example: a dim of 4 parts over ("x", "y") of 2 devices each becomes one over ("y", "x"). The device x=0,
+    # y=1 has part 1, and gets part 2, which x=1, y=0 has: the pair (2, 1).
+    holders = {}  # by part, the device that has it before
+    for index, device in enumerate(devices):
+        holders[find_part(step.before, device)] = index
+    pairs = []
+    for index, device in enumerate(devices):
+        pairs.append((holders[find_part(step.after, device)], index))
     return axes, pairs
 
 
-def _used_axes(split: DimAxes) -> list[str]:
-    return [axis for axes in split for axis in axes]
+def _used_axes(split: Iterable[Axes]) -> list[str]:
+    return list(itertools.chain(*split))
 
 
 def _replace_dim(split: DimAxes, dim: int, axes: Axes) -> DimAxes:
@@ -373,6 +413,10 @@ def _axes_text(axes: Axes) -> str:
     return ", ".join(axes) or "()"
 
 
-def _dims_of_axes(split: DimAxes, dims: Shape) -> dict[str, int]:
+def _dims_of_axes(split: DimAxes, dims: Iterable[int]) -> dict[str, int]:
     """The dim of the array that each axis splits."""
-    return {axis: dim for dim, axes in zip(dims, split, strict=True) for axis in axes}
+    dim_of_axis = {}
+    for dim, axes in zip(dims, split, strict=True):
+        for axis in axes:
+            dim_of_axis[axis] = dim
+    return dim_of_axis

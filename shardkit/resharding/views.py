@@ -50,7 +50,10 @@ def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
     """The shape of a shard."""
-    return tuple(size // count_parts(axes, sizes) for size, axes in zip(shape, split, strict=True))
+    local_sizes = []
+    for size, axes in zip(shape, split, strict=True):
+        local_sizes.append(size // count_parts(axes, sizes))
+    return tuple(local_sizes)
 
 
 def count_elements(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
@@ -139,13 +142,13 @@ def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str
             view_source.append(_name_parts(source_spans, start, end, parts))
             view_target.append(_name_parts(target_spans, start, end, parts))
     sizes = {}
-    several = {}
+    split_axes = {}  # the axes that are split into parts
     for axis, part_sizes in parts.items():
         for part, size in enumerate(part_sizes):
             sizes[name_part(axis, part, parts)] = size
         if len(part_sizes) > 1:
-            several[axis] = part_sizes
-    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, several)
+            split_axes[axis] = part_sizes
+    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, split_axes)
 
 
 def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
@@ -163,7 +166,11 @@ def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> 
 
 def _name_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
     """The names of the parts of axes that split a dim between two cuts."""
-    return tuple(name_part(span.axis, span.part, parts) for span in spans if start <= span.start < end)
+    names = []
+    for span in spans:
+        if start <= span.start < end:
+            names.append(name_part(span.axis, span.part, parts))
+    return tuple(names)
 
 
 def name_part(axis: str, part: int, parts: Mapping[str, Shape]) -> str:
