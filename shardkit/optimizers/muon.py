@@ -150,10 +150,16 @@ def _check_dims(numbers: Any) -> None:
             )
 
 
+def _dims_of_matrix(x: Any) -> Any:
+    if jnp.ndim(x) == 2:
+        return optax.contrib.MuonDimensionNumbers()
+    return None
+
+
 def _dims_of_leaves(numbers: Any, params: Any) -> Any:
     """optax's numbers of the dims of each leaf; None for a leaf that the other optimizer updates."""
     if numbers is None:
-        return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if jnp.ndim(x) == 2 else None, params)
+        return jax.tree.map(_dims_of_matrix, params)
     if is_function(numbers):
         numbers = numbers(params)
 
@@ -279,7 +285,9 @@ class _Member(NamedTuple):
         """What leaves have in common whose matrices are stacked: their shape, how they are split, and their dtype."""
         matrix = tuple((self.shape[dim], self.spec[dim]) for dim in self.dims.matrix)
         # Devices along the axes that split layers or heads hold other matrices, so along these no replicas take turns.
-        layer_axes = frozenset(axis for dim in self.dims.batch for axis in self.spec[dim])
+        layer_axes: frozenset[str] = frozenset()
+        for dim in self.dims.batch:
+            layer_axes |= set(self.spec[dim])
         return matrix, len(self.dims.rows), layer_axes, dtype
 
 
@@ -316,7 +324,9 @@ class _Owners(NamedTuple):
             return shards
 
         on_mesh = jax.shard_map(orthogonalize_shards, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
-        results = [_cut(x, member.shape) for x, member in zip(on_mesh(padded), members, strict=True)]
+        results = []
+        for x, member in zip(on_mesh(padded), members, strict=True):
+            results.append(_cut(x, member.shape))
         return jax.tree.unflatten(structure, results)
 
     def _make_member(self, path: str, shape: tuple[int, ...]) -> _Member:
@@ -331,8 +341,11 @@ class _Owners(NamedTuple):
         for number, dim in enumerate(first.dims.matrix):
             if first.spec[dim]:
                 split_dims.append((1 + number, first.spec[dim]))  # dim 0 of the stack counts the matrices
-        split_axes = {axis for axes in first.spec for axis in axes}
-        replicated_axes = [axis for axis in self.axes if axis not in split_axes and self.mesh.shape[axis] > 1]
+        split_axes: set[str] = set().union(*first.spec)
+        replicated_axes = []
+        for axis in self.axes:
+            if axis not in split_axes and self.mesh.shape[axis] > 1:
+                replicated_axes.append(axis)
         return _Group(tuple(members), self.mesh.shape, tuple(split_dims), tuple(replicated_axes))
 
 
@@ -362,7 +375,9 @@ class _Group(NamedTuple):
 
     def orthogonalize(self, shards: Sequence[jax.Array], iterations: dict[str, Any]) -> list[jax.Array]:
         """The results for the shards of the leaves, in their layout."""
-        stacks = [_stack(x, member.dims) for x, member in zip(shards, self.members, strict=True)]
+        stacks = []
+        for shard, member in zip(shards, self.members, strict=True):
+            stacks.append(_stack(shard, member.dims))
         x = jnp.concatenate(stacks)
         count = x.shape[0]
         x = self._send_to_owners(x)
@@ -371,7 +386,7 @@ class _Group(NamedTuple):
         first = self.members[0]
         x = _cut(x, (x.shape[0], *(first.shape[dim] for dim in first.dims.matrix)))
         x = _iterate(x, len(first.dims.rows), iterations)
-        x = jnp.pad(x, [(0, size - unpadded) for size, unpadded in zip(shape_of_shards, x.shape, strict=True)])
+        x = _pad_to(x, shape_of_shards)
         x = self._send_back(x)
 
         ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]
@@ -432,8 +447,15 @@ def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Arr
 
 def _pad(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """With zeros where a dim does not divide: rows and columns of zeros change nothing in the others."""
-    shape = padded_shape(x.shape, spec, mesh)
-    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
+    return _pad_to(x, padded_shape(x.shape, spec, mesh))
+
+
+def _pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """With zeros at the end of each dim."""
+    widths = []
+    for size, padded_size in zip(x.shape, shape, strict=True):
+        widths.append((0, padded_size - size))
+    return jnp.pad(x, widths)
 
 
 def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
