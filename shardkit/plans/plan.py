@@ -214,6 +214,12 @@ class Plan(NamedTuple):
         return make_plan_table(str(plan), rows, mesh)
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> LeafLayout:
+        """Where a leaf is at rest, in the loss and in the update, from the decisions of all strategies.
+
+        The 16x8 leaf of `split_leaf` rests as [4, 4] on each device, P("data", "model"). The loss gets [16, 4],
+        P(None, "model"): fsdp gathers dim 0 once per step, and tp never gathers dim 1. Its gradient [16, 4] is
+        scattered to [4, 4], where the optimizer updates it.
+        """
         decisions = dict(self.split_leaf(path, x, mesh))
         splits = []
         rows: tuple[int, ...] = ()

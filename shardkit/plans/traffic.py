@@ -256,6 +256,10 @@ class _Counter:
 
         An all_to_all sends pieces to all devices; an all_gather joins the pieces over axes that do not split the
         update.
+
+        Worked example: a leaf [8, 6] on data=2 and fsdp=4, which splits its update, in 16 groups. A device has 2
+        groups, which it adds to one partial sum. A quarter of the leaf is 12 elements, shared by the 2 devices along
+        "data": a piece has 6. The all_to_all sends 8 pieces, 48 elements, and the all_gather over "data" one piece.
         """
         axes = all_axes(self.batch_spec)
         split_axes = axes & all_axes(layout.update)
