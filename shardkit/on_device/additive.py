@@ -48,6 +48,7 @@ from shardkit.on_device.example_states import (
     Total,
     Whole,
     any_whole,
+    are_all,
     is_turn,
     join,
     select,
@@ -177,7 +178,7 @@ class _LossReader:
             pair = Pair(equation, equation, self.examples, _line_of(equation, line))
             operands = _read_all(equation.invars, equation.invars, states_by_variable)
             results: Sequence[State]
-            if all(isinstance(state, Whole) for state in operands):
+            if are_all(operands, Whole):
                 results = [any_whole(variable, UNKNOWN) for variable in equation.outvars]
             else:
                 results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
@@ -252,9 +253,9 @@ class _LossReader:
 
     def _while(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         outs = pair.many.outvars
-        if any(is_turn(state) for state in operands):
+        if any(map(is_turn, operands)):
             return [of_one_example(pair, operands)] * len(outs)
-        if not all(isinstance(state, Whole) for state in operands):
+        if not are_all(operands, Whole):
             met = _first_met(operands) or pair.met("the examples decide when a loop ends")
             return [met] * len(outs)
         scales_known = all(state.scale == 1 for state in select(operands, Whole))
@@ -266,7 +267,7 @@ class _LossReader:
         constants, carry, stacks = scan_operands(pair.many, operands)
         slices = [_slice_of(state) for state in stacks]
         over_examples = any(state.dim == 0 for state in select(stacks, Rows))
-        if over_examples and any(is_turn(state) for state in operands):
+        if over_examples and any(map(is_turn, operands)):
             return [pair.met("a loop over the examples runs for every example")] * len(pair.many.outvars)
 
         def turn(carry: list[State]) -> list[State]:
@@ -338,9 +339,9 @@ def _is_same_operation(few: Any, many: Any) -> bool:
 def _apply_rule(pair: Pair, operands: list[State]) -> Sequence[State]:
     """What the results of a plain primitive are."""
     count = len(pair.many.outvars)
-    if all(isinstance(state, Whole) for state in operands):
+    if are_all(operands, Whole):
         return whole_results(pair, operands)
-    if any(is_turn(state) for state in operands):
+    if any(map(is_turn, operands)):
         return [of_one_example(pair, operands)] * count
     rule = RULES.get(pair.name)
     if rule is None:

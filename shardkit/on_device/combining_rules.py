@@ -60,7 +60,7 @@ def cumulative(pair: Pair, rows: Rows) -> State:
 
 def product(pair: Pair, operands: list[State]) -> State:
     """A dot_general."""
-    if any(isinstance(state, Total) for state in operands):
+    if select(operands, Total):
         return _product_of_total(pair, operands)
     scale = math.prod(state.scale for state in operands if isinstance(state, Rows | Whole))
     if scale == UNKNOWN:

@@ -77,7 +77,7 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
     name = pair.name
     if name == "select_n" and is_zero(operands[0]):
         return operands[1]
-    if any(isinstance(state, Total) for state in operands):
+    if select(operands, Total):
         return _of_totals(pair, operands)
     scale = scale_of(pair, operands)
     if scale == UNKNOWN:
@@ -98,7 +98,7 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
 def _of_totals(pair: Pair, operands: list[State]) -> State:
     """An elementwise operation with sums over the examples: a linear one gives a sum over the examples again."""
     name = pair.name
-    if any(isinstance(state, Rows) for state in operands):
+    if select(operands, Rows):
         return pair.met(f"{name} combines each example with a sum over all")
     first, *later = operands
     if name == "convert_element_type" and _rounds(pair.many):

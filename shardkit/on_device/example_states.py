@@ -94,6 +94,11 @@ def select(states: Sequence[State], kind: type[OneKind]) -> list[OneKind]:
     return [state for state in states if isinstance(state, kind)]
 
 
+def are_all(states: Sequence[State], kind: type[OneKind]) -> bool:
+    """Whether all states are of one kind."""
+    return len(select(states, kind)) == len(states)
+
+
 def is_turn(state: State) -> bool:
     """Whether a value belongs to the one example of a loop's iteration."""
     return isinstance(state, Rows) and state.dim == EACH_TURN

@@ -6,7 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, fits_beside, join, select, shift_dim
+from shardkit.on_device.example_states import (
+    Pair,
+    Rows,
+    State,
+    Total,
+    Whole,
+    are_all,
+    fits_beside,
+    join,
+    select,
+    shift_dim,
+)
 
 Rule = Callable[[Pair, list[State]], State | list[State]]
 _MOVES_TOTALS = {
@@ -19,7 +30,7 @@ def of_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
 
     def apply_rule(pair: Pair, operands: list[State]) -> State:
         state, *places = operands
-        if any(not isinstance(place, Whole) for place in places):
+        if not are_all(places, Whole):
             return pair.met(f"{pair.name} is given places that depend on the examples")
         if isinstance(state, Rows):
             return rule(pair, state)
@@ -115,11 +126,11 @@ def dynamic_update(pair: Pair, operands: list[State]) -> State:
     """Rows of examples written into others of the same examples."""
     arrays = operands[:2]
     places = operands[2:]
-    if any(not isinstance(state, Whole) for state in places):
+    if not are_all(places, Whole):
         return pair.met("dynamic_update_slice is given places that depend on the examples")
     rows = select(arrays, Rows)
     wholes = select(arrays, Whole)
-    if not rows or any(isinstance(state, Total) for state in arrays):
+    if not rows or select(arrays, Total):
         return pair.met("dynamic_update_slice is applied to a sum over the examples")
     if rows[0] != rows[-1] or not all(fits_beside(state, rows[0]) for state in wholes):
         return pair.met("dynamic_update_slice pairs every example with every other")
@@ -143,7 +154,7 @@ def pad(pair: Pair, operands: list[State]) -> State:
 def concatenate(pair: Pair, operands: list[State]) -> State:
     """Arrays one after the other along a dim."""
     dim = pair.many.params["dimension"]
-    if all(isinstance(state, Total) for state in operands):
+    if are_all(operands, Total):
         if len(set(operands)) > 1:
             return pair.met("concatenate joins sums over the examples")
         return operands[0]
