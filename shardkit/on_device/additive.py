@@ -169,6 +169,7 @@ class _LossReader:
                     results = self.step(pair, operands)
                 else:
                     results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
+                    self._note_sends(equation, pair.line)
                 states_by_variable.update(zip(equation.outvars, results, strict=True))
         return _read_all(few.outvars, many.outvars, states_by_variable)
 
@@ -182,7 +183,21 @@ class _LossReader:
                 results = [any_whole(variable, UNKNOWN) for variable in equation.outvars]
             else:
                 results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
+            self._note_sends(equation, pair.line)
             states_by_variable.update(zip(equation.outvars, results, strict=True))
+
+    def _note_sends(self, equation: Any, line: str) -> None:
+        """Notes where an equation, or a program that it calls, sends over the batch axes, or asks for the index."""
+        axes = self.batch_axes & frozenset(mesh_axes(equation))
+        is_collective = kind_of(equation) is not None
+        is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
+        if axes and (is_of_the_loss or equation.primitive.name == "axis_index"):
+            self.sends.update(axes)
+            lines = self.lines if is_collective else self.index_lines
+            lines.append(line)
+        for _, body in compat.inner_jaxprs(equation):
+            for inner in body.eqns:
+                self._note_sends(inner, _line_of(inner, line))
 
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         """The states of the results of an equation.
@@ -206,11 +221,9 @@ class _LossReader:
         axes = self.batch_axes & frozenset(mesh_axes(equation))
         is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
         if axes and (is_of_the_loss or name == "axis_index"):
+            self._note_sends(equation, pair.line)
             # The result is taken for Whole, also where devices differ, as after a ppermute: whether the loss is right
             # to send it is not decided here. Such a loss is compared with one device (steps/whole_batch.py).
-            self.sends.update(axes)
-            lines = self.lines if is_collective else self.index_lines
-            lines.append(pair.line)
             return [any_whole(variable) for variable in equation.outvars]
         met = _first_met(operands)
         if is_collective and met is None:

@@ -13,8 +13,8 @@ belongs to text 5. A loss that takes text 1 for it is 2.9 on this mesh. One devi
 
 Not compared:
 
-- a loss that calls back into Python, and one whose random numbers depend on the device, as by `sk.fold_axis`, or by
-  the positions of its tokens;
+- a loss that calls back into Python, and one whose random numbers depend on the device, as by `sk.fold_axis`. Random
+  numbers by the positions of tokens among all tokens are the same on one device, and are compared;
 - microbatches, which have other examples each (`make_train_step` warns of them where a loss sends);
 - meshes of several processes, or with axes that are not Manual;
 - what is larger than `MOST_BYTES`, because one device must hold it beside the state.
@@ -54,6 +54,7 @@ ROUNDING_OF_CPU = 1e-4
 SMALLEST_OF_CPU = 1.0
 ROUNDING_16_BITS = 1e-2
 SMALLEST_16_BITS = 1.0
+_FOLD = "random_fold_in"
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32")
 
 
@@ -210,7 +211,12 @@ def count_bytes(tree: Any) -> int:
 
 
 def draws_by_device(jaxpr: Any) -> bool:
-    """Whether random numbers depend on the index of a device along its axes."""
+    """Whether random numbers depend on the index of a device along its axes, but for an index of each token.
+
+    Worked example: `fold_in(key, axis_index("context"))` of a scalar gives each device one key, which one device alone
+    does not have. `fold_in(keys, axis_index("context") * 8 + arange(8))` gives each token the key of its position,
+    which one device alone computes too.
+    """
     reader = _DrawsReader()
     reader.run(jaxpr, [False] * len(jaxpr.invars))
     return reader.draws
@@ -229,6 +235,8 @@ class _DrawsReader(Dependence):
         """The results follow from all operands; the index of a device from the device."""
         name = equation.primitive.name
         depends = any(operands) or name == "axis_index"
+        if name == _FOLD and equation.invars[1].aval.ndim:  # keys, and the numbers that are folded into them
+            depends = operands[0]
         if name in _DRAWS and any(operands):
             self.draws = True
         return [depends] * len(equation.outvars)

@@ -287,6 +287,48 @@ def test_a_loss_that_asks_for_its_place_is_compared_with_one_device():
     assert "the loss, which asks for the index of a device along 'context' here, must be the same" in warned(local)
 
 
+def with_dropout(local, by_device=False):
+    def loss(params, batch, keys):
+        x = embedded(params, batch)
+        count = x.shape[1]
+        places = sk.layers.positions(count, "context")
+        if by_device:
+            keys = jax.vmap(lambda key: sk.fold_axis(key, "context"))(keys)
+        x = sk.dropout(x, sk.fold_keys(keys[:, None], places[None]), 0.5)
+        if local:
+            x = attended(x, is_earlier(count))
+        return sk.Mean.of(errors(params, x, batch["targets"]))
+
+    return loss
+
+
+# What alone finds a loss that draws by the place of its tokens, and attends to a device's own: one device draws alike.
+# Keys that `fold_axis` makes are others on each mesh, as it says.
+def test_a_loss_that_draws_by_its_places_is_compared_with_one_device():
+    without_a_word(*stepped(with_dropout(local=False)))
+    assert "asks for the index of a device along 'context' here, must be the same" in warned(with_dropout(local=True))
+    without_a_word(*stepped(with_dropout(local=False, by_device=True)))
+
+
+# What alone finds a right loss that is refused because a loop in Python has more rounds for more tokens.
+def test_a_loop_over_a_devices_own_tokens_that_sends_is_compared_with_one_device():
+    def in_chunks(of_all):
+        def loss(params, batch, keys):
+            x = embedded(params, batch)
+            total = jnp.zeros_like(x[:, 0])
+            for start in range(0, x.shape[1], 2):
+                total += x[:, start : start + 2].sum(1)
+            before = sk.collectives.prefix_scan(total, "context", exclusive=True)
+            if not of_all:
+                before = jnp.roll(before, 1, -1)
+            return sk.Mean.of(errors(params, jnp.tanh(jnp.cumsum(x, 1) + before[:, None]), batch["targets"]))
+
+        return loss
+
+    without_a_word(*stepped(in_chunks(of_all=True)))
+    assert "the loss, which sends over 'context' here, must be the same" in warned(in_chunks(of_all=False))
+
+
 # What alone finds a right loss of whole sequences, equal on all devices, that is refused for a sum of equal totals.
 def test_sequences_that_are_pooled_over_all_tokens():
     def loss(params, batch, keys):
