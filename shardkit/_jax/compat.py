@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Literal
+from jax.extend.mlir import hlo_to_stablehlo
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -320,7 +321,7 @@ def parse_hlo(serialized: bytes) -> Any:
     context.allow_unregistered_dialects = True
     with context:
         try:
-            stablehlo = import_module("jaxlib._jax").mlir.hlo_to_stablehlo(serialized)
+            stablehlo = hlo_to_stablehlo(serialized)
             return ir.Module.parse(stablehlo)
         except (ir.MLIRError, jax.errors.JaxRuntimeError) as error:
             raise ValueError(f"parse_hlo: jaxlib must read what it writes; {error}") from error

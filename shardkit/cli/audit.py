@@ -135,7 +135,8 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
     from shardkit.testing._compare import UnequalError
     from shardkit.testing.exact import assert_compiled_equal
     from shardkit.testing.exact.compiled import ASSUMED_AS_COMPILED
-    from shardkit.testing.exact.program_pair import UnprovableError
+    from shardkit.testing.exact.compiled_pair import ReplicationError
+    from shardkit.testing.exact.evidence import UnprovableError
     from shardkit.testing.exact.size import check_size
 
     function = step
@@ -144,6 +145,8 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
     try:
         check_size("audit", [function.trace(*args).jaxpr], _POINTS, draws=1, longest=_LONGEST)
         equality = assert_compiled_equal(function, *args, points=_POINTS)
+    except ReplicationError as error:
+        return CompiledVerdict("not decided", f"the traced program is wrong itself, so nothing equals it: {error}")
     except UnequalError as error:
         return CompiledVerdict("differs", f"the compiled program is not the traced one: {error}")
     except UnprovableError as error:

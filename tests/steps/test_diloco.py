@@ -15,8 +15,8 @@ import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.plans.storage import collect_arrays, replace_arrays
 from shardkit.runtime.channel.wire import LOST
+from shardkit.testing.exact.arguments import make_input
 from shardkit.testing.exact.draws import STEP, equal
-from shardkit.testing.exact.equality import make_input
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.one_device import make_gradient, make_update
 from support import jobs, rows

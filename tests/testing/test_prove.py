@@ -20,6 +20,7 @@ from shardkit.testing.program import Program, Recorded, _rescale, recording
 from support.refusals import refused, type_error, value_error
 from support.training import lenient
 
+NEWER = jax.__version_info__ >= (0, 11)
 KEY = jax.random.key(1)
 PARAMS = {"w": np.random.default_rng(0).normal(size=(8, 4)).astype("f"), "b": np.zeros(4, "f")}
 DP4 = Row({"data": 4}, sk.dp("data"))
@@ -122,6 +123,42 @@ def test_the_compiled_step_is_the_traced_one(monkeypatch):
     text = broken(laws.compiled, OWN)
     assert "of each device is not the reference's for all inputs" in text
     assert "The first value that the reference does not have is that of" in text
+
+
+# proves N49: with what it assumes
+def test_a_constant_that_stands_for_others_is_told():
+    """Catches a law that drops the assumptions of a proof."""
+
+    def loss_of(scale):
+        return sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(scale(batch["x"] @ params["w"])[:, 0]))
+
+    on_mesh = loss_of(lambda x: x * np.float32(0.123 * 0.777))
+    alone = loss_of(lambda x: x * 0.123 * 0.777)
+    proof = prove(
+        on_mesh,
+        alone,
+        rows=[DP4],
+        params=PARAMS,
+        batches=BATCHES,
+        optimizer=optax.sgd(0.1),
+        laws=[laws.equal_for_all_inputs],
+    )
+    assert proof.verdicts[0].note == "equal; assumed: the constant 0.0955709964 is 0.123 * 0.777, rounded"
+
+
+def test_a_constant_that_the_compiler_computed_is_told():
+    """Catches a law that drops what the compiler folded."""
+
+    def loss_fn(params, batch, keys):
+        x = batch["x"] @ params["w"] * np.float32(0.123) * np.float32(0.777)
+        return sk.Mean.of(x[:, 0])
+
+    grad_fn = sk.value_and_grad(loss_fn)
+    proof = prove(
+        grad_fn, grad_fn, rows=[DP4], params=PARAMS, batches=BATCHES, optimizer=optax.sgd(0.1), laws=[laws.compiled]
+    )
+    if not NEWER:  # whose XLA leaves the three products as they are
+        assert proof.verdicts[0].note.startswith("equal; assumed: the constant ")
 
 
 # The weight divides out of loss and gradients; a metric far below the loss must not borrow the loss's rounding.

@@ -1,14 +1,14 @@
 """A run of the program in which some equations have other results, up to the result that was wrong.
 
 Worked example: `y = psum(x @ w, "data"); z = y / 4; return tanh(z)`, where tanh(z) is wrong, and the change is "z times
-2". The run calls it with each equation:
+2". The interpreter calls a `ChangedRun` with each equation:
 
-    dot_general, psum   not changed: their results stay
-    div                 changed: y / 4 is replaced by y / 4 * 2, which the equations behind it read
-    tanh                the goal: its result is what the change gives, and the run ends here
+    dot_general, psum   not changed: the run goes on with their results
+    div                 changed: y / 4 is replaced by y / 4 * 2, and the equations behind the div read that
+    tanh                the goal: its result is the value with the change, and the run ends here
 
-What comes behind the goal, as gradients behind a wrong value, is not run. A change that has no meaning, as of an
-operand that has another form there, gives nothing.
+Equations behind the goal, as those of gradients behind a wrong value, are not run. A change may have no meaning at its
+equation, as one that reads an operand of another shape: then the run has no value at the goal.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit.testing.exact.exchange_repairs import Gathering, Travel
 from shardkit.testing.exact.forms import digest_value
-from shardkit.testing.exact.interpreter import DiffersError, HangsError, Seen
+from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.record import Record, assign_variables
-from shardkit.testing.exact.repairs import Call, Change, Values
+from shardkit.testing.exact.repairs import Call, EquationChange, Values
 from shardkit.testing.exact.rules.operands import Operand
 
 
 class Goal(NamedTuple):
-    """Where the result that was wrong is computed.
+    """The equation that computes the wrong result, and with which of its runs.
 
     Attributes:
-        key: that of the equation, with how many axes are bound there.
-        times: how often the equation runs before.
-        position: which of its results it is; None for the results of all those times.
+        key: the key of the equation (`Call.key`), and the number of axes that are bound there.
+        times: how often the equation runs before, as in earlier rounds of a loop.
+        position: which of the equation's results is the wrong one; None if the first results of all its runs are
+            looked at, up to this one.
     """
 
     key: Any
@@ -45,9 +46,9 @@ class Goal(NamedTuple):
 
 
 def find_goal(record: Record, got: Operand) -> Goal:
-    """Where the wrong result is computed."""
+    """The equation that computed the wrong result `got` in a recorded run."""
     number = record.maker.get(id(got))
-    if number is None:
+    if number is None:  # an argument is returned as it is: no run reaches the goal
         return Goal(None, 0, 0)
     event = record.events[number]
     call = event.place
@@ -57,14 +58,14 @@ def find_goal(record: Record, got: Operand) -> Goal:
 
 
 def find_goal_of_devices(record: Record) -> Goal:
-    """Where the results of the kernel leave its devices, between which one of them differs."""
+    """The end of a kernel, of which a result differs between devices: its shard_map, once for each of its results."""
     entries = [event.place for event in record.events if event.place.primitive == "shard_map"]
     call = entries[-1]
     return Goal((*call.key, 0), len(call.equation.outvars) - 1, None)
 
 
 class _ReachedError(Exception):
-    """The result that was wrong is computed again."""
+    """The run is at its goal, with these values."""
 
     def __init__(self, values: Sequence[Operand]):
         super().__init__()
@@ -72,14 +73,15 @@ class _ReachedError(Exception):
 
 
 class _OtherShapeError(Exception):
-    """What a repair gives has another shape."""
+    """A change gives a result of another shape."""
 
 
 class _EndlessError(Exception):
-    """A run of many more equations than without the change, as of a loop that a change lets go on."""
+    """A run has many more equations than without the change, as of a loop that goes on for longer."""
 
 
-# What a change without a meaning raises, as of an operand that has another form there.
+# Errors of changes that have no meaning at their equation: jax, numpy and the rules of the field raise these, as for
+# operands whose shapes do not fit.
 _MEANINGLESS = (
     DiffersError,
     HangsError,
@@ -102,15 +104,15 @@ class ChangedRun:
     """A run in which equations have other results, up to the result that was wrong.
 
     Attributes:
-        changes: by the keys of equations.
-        values: what each variable was last, at first in the run without changes.
+        changes: the change of each changed equation, by the key of the equation.
+        values: the value that each variable had last; at first, in the run without changes.
         goal: where the run ends.
-        most: how many equations it may have.
+        most: how many more equations the run may have.
         reached: the values at the goal so far.
-        changed: what a changed equation gave last.
+        changed: the result of the changed equation that ran last.
     """
 
-    def __init__(self, changes: Mapping[Any, Change], values: Values, goal: Goal, most: int):
+    def __init__(self, changes: Mapping[Any, EquationChange], values: Values, goal: Goal, most: int):
         self.changes = changes
         self.values = dict(values)
         self.goal = goal
@@ -143,13 +145,13 @@ class ChangedRun:
         key = id(equation), around
         changed = None
         if equation.primitive.name != "shard_map":
-            # A change may read what other variables are at this moment.
+            # A change may read other variables, with their values at this moment.
             assign_variables(self.values, equation, operands, ())
             if key in self.changes:
-                change = self._find_change(key)
+                change = self.changes[key].in_round(self._rounds[key])
+                self._rounds[key] += 1
                 changed = list(change(list(operands), list(results), self.values))
-                # With the rows of all devices a result is larger, until they are summed.
-                if not isinstance(change, Gathering):
+                if not change.has_more_rows:
                     _check_shapes(results, changed, len(axes))
                 results = changed
                 self.changed = changed[0]
@@ -158,22 +160,22 @@ class ChangedRun:
             self._reach(results)
         return changed
 
-    def _find_change(self, key: Any) -> Change:
-        """The change of an equation, in this round of a loop."""
-        change = self.changes[key]
-        if isinstance(change, Travel):
-            change = change.in_round(self._rounds[key])
-            self._rounds[key] += 1
-        return change
-
     def _reach(self, results: Sequence[Operand]) -> None:
-        self.reached.append(results[self.goal.position or 0])
+        """Notes the value at the goal, and ends the run if the equation there has run as often as before."""
+        position = self.goal.position
+        if position is None:
+            self.reached.append(results[0])
+        else:
+            self.reached.append(results[position])
         if len(self.reached) <= self.goal.times:
             return
-        raise _ReachedError(self.reached if self.goal.position is None else self.reached[-1:])
+        if position is None:
+            raise _ReachedError(self.reached)
+        raise _ReachedError(self.reached[-1:])
 
 
 def _check_shapes(before: Sequence[Operand], after: Sequence[Operand], rank: int) -> None:
+    """Refuses changed results of another shape on a device, and numbers of the field in place of integers or masks."""
     for x, y in zip(before, after, strict=True):
         if x.shape[rank:] != y.shape[rank:]:
             raise _OtherShapeError
@@ -182,10 +184,13 @@ def _check_shapes(before: Sequence[Operand], after: Sequence[Operand], rank: int
 
 
 class Previews:
-    """What changes give at their equations alone, so that no run is spent on one that changes nothing there.
+    """The results that changes give at their equations alone, so that no run is spent on one that changes nothing.
 
-    Worked example: i < 4 for the places i of a device, (0, 1). With an operand plus 1 the mask stays what it was, and
-    so does the result; with the opposite mask, and with one that is always false, it is the same other one.
+    Worked example: the mask i < 4 for the places i of a device, (0, 1), is true, true.
+
+        an operand plus 1       true, true: nothing changes, so that no run is needed
+        the opposite mask       false, false: tried
+        a mask always false     false, false: the same as the opposite, so that no run is needed
     """
 
     def __init__(self, field: Field, record: Record):
@@ -194,9 +199,9 @@ class Previews:
         self._times = Counter(id(event.place.equation) for event in record.events)
         self._signatures: dict[Any, set[Any]] = {}
 
-    def add(self, call: Call, change: Change) -> bool:
-        """Whether a change is to be tried: it has a meaning, and gives what none before it gave."""
-        # Of a loop, or of a function called twice, the variables are those of the last run.
+    def add(self, call: Call, change: EquationChange) -> bool:
+        """Whether a change is to be tried: it has a meaning, and gives a result that none before it gave."""
+        # An equation in a loop, or in a function that is called twice, has no one result: it is always tried.
         if self._times[id(call.equation)] != 1:
             return True
         if call.key not in self._signatures:
@@ -212,6 +217,7 @@ class Previews:
         return True
 
     def _sign(self, x: Operand) -> Any:
+        """A signature of a result: equal results have equal ones."""
         if isinstance(x, Exact):
             return x.shape, digest_value(self.field, x), x.poison.tobytes()
         x = np.asarray(x)

@@ -21,9 +21,10 @@ from shardkit._arguments.typed import typed
 from shardkit._jax.jaxprs import walk
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError, describe_shapes
+from shardkit.testing.exact.arguments import check_floats, check_values, describe_array, make_input
+from shardkit.testing.exact.certificate import ASSUMED, Equality, certify
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import of_kernels
-from shardkit.testing.exact.equality import ASSUMED, Equality, certify, check_floats, describe_array, make_input
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
@@ -95,6 +96,7 @@ def assert_compiled_equal(
         args, reference = _keep_key_outside(args, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
+    check_values(where, args)
     side: Any = traced.jaxpr
     check_size(where, [side], points, _DRAWS)  # a large program takes long to compile, too
     compiled = traced.lower().compile()
@@ -111,10 +113,10 @@ def assert_compiled_equal(
     evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, of_kernels(seconds))
     name = getattr(function, "__name__", type(function).__name__)
     what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
-    return certify(what, shapes, evidence, (*ASSUMED_AS_COMPILED, *_describe_rounding(*pair.programs)))
+    return certify(what, shapes, evidence, (*ASSUMED_AS_COMPILED, *describe_rounding(*pair.programs)))
 
 
-def _describe_rounding(compiled: Any, traced: Any) -> list[str]:
+def describe_rounding(compiled: Any, traced: Any) -> list[str]:
     """Where a compiled program has floats of fewer bits than any of the traced one; a proof takes these for real."""
     known = _find_short_floats(traced)
     sentences = []

@@ -8,15 +8,18 @@ import jax
 import numpy as np
 
 from shardkit.steps.step import Step
+from shardkit.testing.exact.arguments import check_values
+from shardkit.testing.exact.certificate import describe_folded_constants, make_note
+from shardkit.testing.exact.compiled import describe_rounding
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import STEP
+from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.law import TracedRow, make_batch, make_inputs
 from shardkit.testing.exact.numbers.arithmetic import power
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.values import Exact
-from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
@@ -32,13 +35,12 @@ _ON_CPU = {"xla_backend_optimization_level": 0}
 def compiled(program: Program, reference: Reference) -> str | None:
     """The optimized module of the step equals the traced step, for all parameters and floats of a batch.
 
-    The compared step begins with the first state, but for zeros in the optimizer's: in their place stand squares of
-    unknowns, because a second moment is not negative, and a count is 1. So a decay that multiplies a moment is seen
-    too. The state after it, all metrics and every replica of both are compared in a finite field, as in
+    The compared step begins with the first state, but for the zeros in the optimizer's state. In their place stand
+    squares of unknowns, because a second moment is not negative, and a count is 1. So a decay that multiplies a moment
+    is seen too. The state after the step, all metrics and every replica of both are compared in a finite field, as in
     `assert_compiled_equal`; integers of the batch, as tokens, and keys keep their values. So a sum that the compiler
-    dropped, or a group of wrong devices, is seen, and rounding is not. A constant that the compiler folded may stand
-    for what it was computed of (`numbers/folded.py`). What is neither proved nor refuted, or would take minutes, is
-    told in a note.
+    dropped, or a group of wrong devices, is seen, and rounding is not. A note tells of a step that is neither proved
+    nor refuted, or would take minutes; and of constants and roundings that a proof had to assume (`numbers/folded.py`).
 
     Example:
         >>> laws = [*sk.testing.LAWS, sk.testing.laws.compiled]  # for `prove(..., laws=laws)`
@@ -46,13 +48,15 @@ def compiled(program: Program, reference: Reference) -> str | None:
     if not isinstance(program.step, Step):
         return "as compiled: the step must be one of make_train_step"
     try:
-        _prove(program)
+        assumed = _prove(program)
     except UnprovableError as error:
         return f"not as compiled: {error}"
-    return None
+    return make_note(assumed)
 
 
-def _prove(program: Program) -> None:
+def _prove(program: Program) -> list[str]:
+    """Refuses a compiled step that differs from the traced one; what a proof assumes of this program, as sentences."""
+    check_values("law", (program.params, program.batches))
     traced = TracedRow.of(program)
     # A run has the program already; without one, shapes are enough to compile it.
     executable = program.compiled if "compiled" in vars(program) else _compile(program, traced)
@@ -62,7 +66,8 @@ def _prove(program: Program) -> None:
     def make_arguments(field: Field) -> list[Any]:
         return _make_arguments(program, traced, field)
 
-    pair.prove("law", "", "output", make_arguments, _POINTS, STEP)
+    evidence = pair.prove("law", "", "output", make_arguments, _POINTS, STEP)
+    return [*describe_folded_constants(evidence), *describe_rounding(*pair.programs)]
 
 
 def _compile(program: Program, traced: TracedRow) -> Any:

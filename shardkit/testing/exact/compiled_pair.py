@@ -1,4 +1,10 @@
-"""A compiled program beside the traced one, both as programs of a field that return the pieces of all devices."""
+"""A compiled program beside the traced one, both as programs of a field that return the pieces of all devices.
+
+Worked example: `jit(lambda x: x.sum(0))` of x [8, 2] over four devices.
+
+    compiled    a shard_map over the four devices, each of which runs the module on its piece [2, 2]: [4] + [2]
+    traced      x.sum(0), [2], cut into the pieces that the compiled program returns: [4] + [2], four times the same
+"""
 
 from __future__ import annotations
 
@@ -11,12 +17,17 @@ import jax
 from shardkit._jax.dependence import without_unused
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.draws import Effort, equal
+from shardkit.testing.exact.evidence import Evidence, UnprovableError
 from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.interpreter import DiffersError, Interpreter, Seen
+from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.program_pair import Evidence, UnprovableError
+from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+
+
+class ReplicationError(UnequalError):
+    """The traced program itself has other values on other devices for a result that is one array."""
 
 
 class CompiledPair(NamedTuple):
@@ -24,9 +35,10 @@ class CompiledPair(NamedTuple):
 
     Attributes:
         imported: the compiled program.
-        on_devices: its ClosedJaxpr of the leaves of the arguments, which returns the pieces of all devices.
-        traced: the ClosedJaxpr of what it was compiled from, or of a plain function.
-        cut: a ClosedJaxpr that cuts what `traced` returns into the pieces of all devices.
+        on_devices: the compiled program as a ClosedJaxpr of the arguments' leaves, which returns the pieces of all
+            devices.
+        traced: the ClosedJaxpr from which the program was compiled, or that of a plain function.
+        cut: a ClosedJaxpr that cuts the results of `traced` into the pieces of all devices.
         names: the path of each result.
     """
 
@@ -38,7 +50,7 @@ class CompiledPair(NamedTuple):
 
     @classmethod
     def of(cls, where: str, compiled: Any, traced: Any) -> CompiledPair:
-        """That of a `jax.stages.Compiled` and a ClosedJaxpr of the same arguments."""
+        """The pair of a `jax.stages.Compiled` and a ClosedJaxpr of the same arguments."""
         results = jax.tree_util.tree_leaves_with_path(compiled.out_info)
         names = tuple(jax.tree_util.keystr(path) for path, _ in results)
         try:
@@ -60,19 +72,28 @@ class CompiledPair(NamedTuple):
     def prove(
         self, where: str, subject: str, noun: str, make_inputs: Callable[[Field], Any], points: int, effort: Effort
     ) -> Evidence:
-        """Refuses the compiled program if it differs from the other, or if it is neither proved nor refuted."""
+        """Refuses the compiled program if it differs from the traced one, or if it is neither proved nor refuted.
+
+        Args:
+            where: the name of the function that users called, which begins messages.
+            subject: the beginning of a message that says that a result differs.
+            noun: what a result is called, as "output".
+            make_inputs: makes the arguments in a field.
+            points: the number of random points.
+            effort: how many runs there are.
+        """
         names = [f"{noun}{name} of each device" for name in self.names]
         sides = partial(self._run_compiled, make_inputs), partial(self._run_traced, make_inputs)
         try:
             return equal(where, subject, names, sides, points, effort)
         except DiffersError as error:
-            raise UnequalError(
+            raise ReplicationError(
                 f"{where}: each result of the traced program must be one array; {error} differs between devices, so "
                 "that out_specs name an axis too few. Sum or gather it, or pass reference=."
             ) from error
 
     def _run_compiled(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
-        """The pieces of all devices, as the module computes them."""
+        """The pieces of all devices, computed by the module."""
         field.compiled = True
         inputs = make_inputs(field)
         # A module counts places in 64 bits, as those of random numbers.
@@ -80,7 +101,7 @@ class CompiledPair(NamedTuple):
             return Interpreter(field, seen=seen).run(self.on_devices, inputs)
 
     def _run_traced(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
-        """The pieces of all devices, of what the traced program computes."""
+        """The pieces of all devices, cut out of the results of the traced program."""
         # The compiled program holds jax's own random numbers, so the traced one must draw the same.
         field.compiled = True
         run = Interpreter(field, seen=seen).run

@@ -1,11 +1,12 @@
-"""Inputs for which a comparison compares equal numbers, or goes another way: found by solving for one element.
+"""Inputs for which a comparison compares equal numbers, or goes another way: by solving an equation for one element.
 
-The difference of the compared numbers is mostly linear in an element of an input, so two runs tell where it is zero.
+The difference of the compared numbers is mostly linear in one element of an input. So two runs, between which that
+element is moved, show for which value of the element the difference is zero.
 
 Worked example: `2 * x[0] < y[0] + 1` was compared at x[0] = 3, y[0] = 4, a difference of 1. With x[0] a sixteenth
 larger it is 1.125, so the slope is 2 and the zero at x[0] = 3 - 1 / 2 = 2.5. The next draw has x[0] = 2.5, where `<`
-and `<=` differ, or an x[0] some way below or above it. The same is computed modulo each prime: there both sides are
-equal too.
+and `<=` differ, or an x[0] some way below or above it. The same is computed modulo each prime, so that both sides of
+the comparison are equal there, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Difference(NamedTuple):
     Attributes:
         number: uint64 [components, ...].
         real: float64 [...].
-        asked: bool [...], whether it is a number: neither NaN nor infinite.
+        asked: bool [...], where the difference is a number: neither NaN nor infinite.
     """
 
     number: np.ndarray
@@ -48,14 +49,18 @@ class Difference(NamedTuple):
 
 
 class Differences:
-    """The differences that a run compared, by side, equation, part of the equation, and how often it ran before."""
+    """The differences that a run compared.
+
+    Attributes:
+        by_place: the differences, by side, equation, part of the equation, and how often the equation ran before.
+    """
 
     def __init__(self) -> None:
         self.by_place: dict[Any, Difference] = {}
         self._times: Counter[Any] = Counter()
 
     def note(self, place: Any, field: Field, x: Exact, y: Exact) -> None:
-        """One comparison."""
+        """Notes the comparison of x with y at a place: side, equation and part of the equation."""
         difference = to_number(field, subtract(field, x, y))
         asked = (difference.poison == 0) & (difference.infinite == 0)
         self.by_place[*place, self._times[place]] = Difference(difference.number, difference.real[0], asked)
@@ -63,10 +68,10 @@ class Differences:
 
 
 class Crossings:
-    """Chooses elements of inputs, and their values.
+    """Chooses elements of inputs, and values for them at which comparisons change.
 
     Attributes:
-        rng: the source of chance.
+        rng: the source of random choices.
         crossed: how often each comparison was solved for.
     """
 
@@ -76,13 +81,13 @@ class Crossings:
         self._tie: tuple[Any, int] | None = None
 
     def note_end(self, tried: dict[Any, set[int]]) -> None:
-        """Adds the comparison that the last element was to make equal, so that it counts as tried even if it failed."""
+        """Adds the comparison at whose tie the last element was put to those that were tried, even if that failed."""
         if self._tie is not None:
             place, index = self._tie
             tried.setdefault(place, set()).add(index)
 
     def kind(self) -> str:
-        """How all other elements are drawn."""
+        """The kind of all other elements in the next draws."""
         return str(self.rng.choice(["crossed", "crossed near", "crossed wide", "crossed mixed", "crossed similar"]))
 
     def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
@@ -103,9 +108,14 @@ class Crossings:
     def solve(
         self, field: Field, moved: Element, before: Differences, after: Differences, preferred: Container[Any] = ()
     ) -> Element | None:
-        """The value of the element for which a comparison changes; None if no comparison depends on it linearly.
+        """The moved element with a value at which a comparison changes; None if none depends on it linearly.
 
-        Half of the time the comparison is one of the preferred ones, if there are any.
+        Args:
+            field: the field of the second run.
+            moved: the element, as it is in the second run.
+            before: the differences of the first run.
+            after: the differences of the second run, in which the element is larger by a step.
+            preferred: the places of comparisons of which one is chosen half of the time, if there is one.
         """
         ways = self._find_ways(field, moved, before, after)
         if not ways:
@@ -131,7 +141,7 @@ class Crossings:
     def _find_ways(
         self, field: Field, moved: Element, before: Differences, after: Differences
     ) -> dict[Any, list[tuple[int, float]]]:
-        """For each comparison, its elements that depend on the moved one, and the value for which each is zero."""
+        """For each comparison its elements that depend on the moved element, with the value at which each is zero."""
         ways = {}
         for place, first in before.by_place.items():
             second = after.by_place.get(place)
@@ -155,7 +165,10 @@ class Crossings:
 
 
 def _roots(field: Field, moved: Element, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:
-    """For each difference, the real value of the element at which it is zero, and whether this value is known."""
+    """For each element of a difference the value of the moved element at which it is zero, and where that is known.
+
+    Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, the root 2.5.
+    """
     slope = (second.real - first.real) / _STEP
     root = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
     top = slice(-2 * field.points, -field.points)  # the highest prime that every number has
@@ -164,7 +177,11 @@ def _roots(field: Field, moved: Element, first: Difference, second: Difference) 
 
 
 def _root(field: Field, moved: Element, first: Difference, second: Difference, at: int) -> np.ndarray:
-    """The number of the element at which one difference is zero, modulo each prime."""
+    """The residues of the moved element at which element `at` of a difference is zero, modulo each prime.
+
+    Worked example, modulo 7 with a step of 1 in place of a sixteenth: the difference is 1 at 3 and 3 at 4, so that the
+    slope is 2. Its inverse is 4, and 3 - 1 * 4 = -1 = 6: at 6 the difference is 1 + (6 - 3) * 2 = 7 = 0.
+    """
     components = []
     columns = (x.reshape(len(x), -1)[:, at].tolist() for x in (first.number, second.number))
     for p, a, b, number in zip(field.residues.moduli.tolist(), *columns, moved.number.tolist(), strict=True):

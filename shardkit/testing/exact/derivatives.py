@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardkit._jax.jaxprs import source_line, walk
+from shardkit._jax.jaxprs import Site, source_line, walk
 from shardkit.meshes.layout import path_name
 from shardkit.testing._compare import is_float
 from shardkit.testing._interpreter import restrict_to_floats
@@ -27,8 +29,8 @@ class DerivedPrograms(NamedTuple):
         programs: a ClosedJaxpr for each function, of (leaves of the arguments, vectors), which returns the results,
             then the derivatives. What no result needs is still in it.
         vectors: the shapes of the vectors: cotangents of the results, or tangents of the arguments.
-        names: of the derivatives, in words.
-        compared: what the programs return, in words.
+        names: the derivatives in words, as "gradient of argument [0]['w']".
+        compared: the results of the programs in words, as "values and gradients".
     """
 
     programs: list[Any]
@@ -147,13 +149,39 @@ def _add_forward_derivatives(function: FlatFunction) -> Callable[..., list[Any]]
     return compute_both
 
 
-def find_untiled_exchange(program: Any) -> str:
-    """The line of an untiled all_to_all from one dim to another; "" if there is none.
+def find_exchange_without_derivative(program: Any) -> str:
+    """The line of an untiled all_to_all of which jax has no derivative; "" if there is none.
 
-    jax 0.10 gives its derivative the shape that it has with both dims exchanged, and then refuses it.
+    jax gives the derivative of an untiled all_to_all from dim 0 to dim 2, say, the shape that an all_to_all from dim 2
+    to dim 0 has, and then refuses it.
     """
     for site in walk(program.jaxpr):
-        params = site.equation.params
-        if site.name == "all_to_all" and not params["tiled"] and params["split_axis"] != params["concat_axis"]:
+        is_untiled = site.name == "all_to_all" and not site.equation.params["tiled"]
+        if is_untiled and not _has_derivative(site):
             return source_line(site.equation)
     return ""
+
+
+def _has_derivative(site: Site) -> bool:
+    """Whether jax can trace the derivative of an equation with one operand and one result, or integers need none."""
+    equation = site.equation
+    [operand] = equation.invars
+    if not is_float(operand.aval):
+        return True
+
+    def pull_back(x: Any) -> Any:
+        y, pull = jax.vjp(lambda x: equation.primitive.bind(x, **equation.params), x)
+        return pull(y)
+
+    # Each device gets an array of the operand's shape: its part of dim 0.
+    axes = tuple(site.sizes)
+    devices = math.prod(site.sizes.values())
+    rows, *others = operand.aval.shape
+    spec = PartitionSpec(axes)
+    mesh = AbstractMesh(tuple(site.sizes.values()), axes)
+    on_devices = jax.shard_map(pull_back, mesh=mesh, in_specs=spec, out_specs=spec)
+    try:
+        jax.eval_shape(on_devices, jax.ShapeDtypeStruct((devices * rows, *others), operand.aval.dtype))
+    except ValueError:
+        return False
+    return True

@@ -1,10 +1,16 @@
-"""How often two programs are run until they are equal for all inputs, or what is not decided is known by its line.
+"""How often two programs are run, until they are equal for all inputs, or a line is known that leaves it undecided.
 
 The first draw has all points, and bounds the chance that unequal programs agree where they branch as in it. Further
 draws have other real inputs, and so other branches; their points and primes are as few as a difference needs to show.
-Where a comparison went one way only, or only one side makes it, random orders take the branch that no draw has reached:
-if both sides agree there too, they do whatever the comparison says. If they do not, it may be that no input goes there,
-or that none of the draws did, which is no proof: "not decided", with the line.
+Where a comparison went one way only, or only one side makes it, random orders take the branch that no draw has reached.
+If both sides agree there too, they do whatever the comparison says. If they do not, it may be that no input goes there,
+or that some input does which was not drawn: "not decided", with the line.
+
+Worked example: `where(x > 3, x, 0)` on both sides. In the first draw no element of x is above 3.
+
+    draw "normal"       all elements below 3: the comparison is open
+    draw "wide"         some above 3, and both sides equal: it has gone both ways
+    an order            only if no draw had any above 3: some random order puts x above the constant 3
 """
 
 from __future__ import annotations
@@ -18,33 +24,39 @@ import numpy as np
 from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings
+from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
 from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie
 from shardkit.testing.exact.numbers.errors import UnknownValueError
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SCALED, SIMILAR
-from shardkit.testing.exact.program_pair import POINTS, Evidence, ProgramPair, Side, UndecidedError, UnprovableError
+from shardkit.testing.exact.program_pair import POINTS, ProgramPair, Side
 
+# After so many orders no more are tried for comparisons that went one way only.
 _MOST_IN_VAIN = 8
-_BOTH_WAYS = 4  # orders, in which each comparison of unknown numbers goes both ways for each element
-_SHOWN = 5  # draws, of which one must show a comparison that one side alone makes
-_CROSSED_OF_FOREIGN = 4  # draws more for each comparison that one side alone makes, of so many
-_MOST_FOREIGN = 16
-_TOGETHER = 4  # elements that are put where comparisons change
+# In so many orders each comparison of unknown numbers goes both ways for each element.
+_BOTH_WAYS = 4
+# In so many draws a comparison that one side alone makes is turned round, of which one must show it.
+_SHOWN = 5
+# For each comparison that one side alone makes, up to so many, there are so many draws more in which elements are put
+# where comparisons change.
+_MOST_FOREIGN, _CROSSED_OF_FOREIGN = 16, 4
+# So many elements are put where comparisons change, in draws that share all other inputs.
+_TOGETHER = 4
 
 
 class Effort(NamedTuple):
-    """How much is run where programs compare floats.
+    """How many runs programs get that compare floats.
 
     Attributes:
-        draws: of real inputs, at least.
-        most: of real inputs, where a comparison has not gone both ways.
-        kinds: of the draws behind the first.
-        scaled: the kinds of more draws, as long as a comparison has not gone both ways.
-        identified: of the draws, in how many it is found out which differences are compared.
-        ties: of inputs of which some are equal.
-        crossed: of inputs of which single elements are put where a comparison changes.
-        zeros: the same of programs without comparisons: elements are put where a divisor is zero.
-        orders: the numbers of random ones, in turn, until all comparisons have gone both ways.
-        foreign: how many of these at least, where only one side makes a comparison.
+        draws: the least number of draws of real inputs.
+        most: their largest number, while a comparison has not gone both ways.
+        kinds: the kinds of inputs of the draws behind the first (`Field.kind`).
+        scaled: the kinds of further draws, as long as a comparison has not gone both ways.
+        identified: in how many of the draws it is found out which differences are compared.
+        ties: the number of draws in which some inputs are equal.
+        crossed: the number of draws in which single elements are put where a comparison changes its answer.
+        zeros: the number of draws of programs without comparisons in which elements are put where a divisor is zero.
+        orders: the numbers of the random orders, in turn, until all comparisons have gone both ways.
+        foreign: the least number of orders where only one side makes a comparison.
     """
 
     draws: int
@@ -60,16 +72,19 @@ class Effort(NamedTuple):
 
 
 def of_kernels(seconds: float) -> Effort:
-    """More where a run takes few seconds: what hangs on several comparisons of few elements is seen in few draws."""
+    """The effort for a kernel of which one run takes so many seconds: more runs for a quick one.
+
+    A difference that depends on several comparisons of few elements shows in few of the draws.
+    """
     runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
     draws = runs // 2
     kinds = (*KINDS[1:], "near", MIXED, SIMILAR)
     return Effort(
-        draws,
-        draws + 8,
-        kinds,
-        SCALED,
-        4,
+        draws=draws,
+        most=draws + 8,
+        kinds=kinds,
+        scaled=SCALED,
+        identified=4,
         ties=runs // 4,
         crossed=runs // 2,
         zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
@@ -78,8 +93,9 @@ def of_kernels(seconds: float) -> Effort:
     )
 
 
-# A step takes a second for each of these. Constants are above all positive numbers in order 1, below in order 2, and
-# among them from order 4 on; this sequence has most steps go both ways in the fewest orders.
+# The effort for a training step, which takes a second for each run. Constants are above all positive numbers in order
+# 1, below them in order 2, and among them from order 4 on. In this sequence the comparisons of most steps go both ways
+# in the fewest orders.
 STEP = Effort(
     draws=1,
     most=1,
@@ -104,31 +120,44 @@ def equal(
     values: int | None = None,
     with_unused: Side | None = None,
 ) -> Evidence:
-    """Runs the program on the mesh and the one alone in the same fields, and refuses results that differ.
+    """Runs the program on the mesh and the reference in the same fields, and refuses results that differ.
 
-    Errors begin with `where`, those of a difference with `subject`. The first `values` of the results are no gradients;
-    by default none is. `with_unused` is the program on the mesh with what no result needs, in which a line is looked
-    for.
+    Args:
+        where: the name of the function that users called, which begins messages.
+        subject: the beginning of a message that says that a result differs.
+        names: the names of the results.
+        sides: the program on the mesh, and the reference.
+        points: the number of random points of the first draw.
+        effort: how many runs there are.
+        values: how many of the results are values, and not gradients; all of them by default.
+        with_unused: the program on the mesh with the equations that no result needs, in which a line is looked for.
+
+    Returns:
+        What all runs have shown.
     """
-    pair = ProgramPair(where, subject, names, sides, len(names) if values is None else values, with_unused)
-    # Real values may overflow, or be no numbers, in a branch that is not taken: what that means is decided afterwards.
+    if values is None:
+        values = len(names)
+    pair = ProgramPair(where, subject, names, sides, values, with_unused)
+    # Real values may overflow, or be NaN, in a branch that is not taken: numpy should not warn of them.
     with np.errstate(all="ignore"):
         evidence = _run_all(pair, points, effort)
         if pair.needs_laws and not pair.by_laws and evidence.decisions:
-            # Which comparisons both sides make, and where they are of equal numbers, is then told by these laws too.
+            # All runs once more: by these laws it is also told which comparisons both sides make, and which are ties.
             pair = replace(pair, coverage=Coverage(), draws=0, orders=0, by_laws=True)
             evidence = _run_all(pair, points, effort)
         return evidence
 
 
 def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
+    """All runs of two programs, and the checks of what the runs have left open."""
     try:
         pair.run(max(points, POINTS), kind=KINDS[0])
-    except UnknownValueError:  # values beyond floats, or a function that has none here: orders alone
+    except UnknownValueError:
+        # Values are beyond floats, or a function has no real value here: no draw is possible, only orders.
         pair.run(max(points, POINTS), order=effort.orders[0])
     field = pair.field
     branches = field.compared or field.chances or (field.domains and effort.crossed)
-    if field.order is None and (branches or pair.excluded() or not pair.defined):
+    if field.order is None and (branches or pair.elements.find_excluded() or not pair.elements.are_defined):
         _draw(pair, effort)
     if field.order is None:
         _cross(pair, effort)
@@ -144,8 +173,9 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
 
 
 def _check_domains(pair: ProgramPair) -> None:
-    """Refuses programs of which a result was not compared in any draw, or that no draw shows to be equal as a whole."""
-    name, line = pair.excluded(), pair.outside or "an unknown line"
+    """Refuses programs if an element of a result was not compared in any draw, or if no draw has compared all."""
+    name = pair.elements.find_excluded()
+    line = pair.elements.outside or "an unknown line"
     if name:
         raise UndecidedError(
             f"{pair.where}: not decided at {line}: in every draw the {name} is outside of the domain of a function, "
@@ -157,7 +187,7 @@ def _check_domains(pair: ProgramPair) -> None:
             f"{pair.where}: not decided: real values are beyond floats in every draw, so that none shows where a "
             "logarithm or a root has a value. Scale the numbers down, or compare floats with assert_matches_reference."
         )
-    if pair.draws and not pair.defined:
+    if pair.draws and not pair.elements.are_defined:
         raise UndecidedError(
             f"{pair.where}: not decided at {line}: in every draw one side alone is outside of the domain of a "
             "function, as of the logarithm of a negative number, and so NaN where the other is a number. Write it so "
@@ -166,7 +196,11 @@ def _check_domains(pair: ProgramPair) -> None:
 
 
 def _check_coincidences(pair: ProgramPair) -> None:
-    """Refuses a question whether numbers are equal that are so by a law that a proof does not know."""
+    """Refuses a comparison `==` of numbers that are other ones in the field, but have the same real values.
+
+    Worked example: `where(a == b, p, q)` where a and b are equal by a law that the field does not know. The field takes
+    q, floats take p.
+    """
     for line, name in pair.coverage.coincidences.items():
         raise UndecidedError(
             f"{pair.where}: not decided at {line} ({name}): numbers that it takes for different ones are equal in "
@@ -176,14 +210,19 @@ def _check_coincidences(pair: ProgramPair) -> None:
 
 
 def _check_numbers(pair: ProgramPair) -> None:
-    """Refuses a result of which an element was NaN in every run, if comparisons may make it a number."""
-    # Where no comparison decides, as behind a mask of constants, NaN on both sides is so for all inputs. Else both
-    # sides may differ where it is a number, which no run has reached: as `x / y` and `y / x` of a row that is zero
-    # unless x is between two close thresholds.
+    """Refuses a result of which an element was NaN in every run, if comparisons may make the element a number.
+
+    Where no comparison decides, as behind a mask of constants, NaN on both sides is NaN for all inputs. Where one does,
+    the sides may differ at an input that makes the element a number, and that no run has reached: as `x / y` and
+    `y / x` of rows that are zero unless x is between two close thresholds.
+    """
     decisions = pair.coverage.free()
-    for name, numbers in pair.numbers.items():
-        if decisions and not numbers.all():
-            decision, count = decisions[0], int((~numbers).sum())
+    if not decisions:
+        return
+    decision = decisions[0]
+    for name, numbers in pair.elements.numbers.items():
+        if not numbers.all():
+            count = int((~numbers).sum())
             raise UndecidedError(
                 f"{pair.where}: not decided at {decision.line} ({decision.what}): {count} of {numbers.size} elements "
                 f"of the {name} are NaN on both sides for all inputs that were drawn, but need not be for others. "
@@ -192,7 +231,7 @@ def _check_numbers(pair: ProgramPair) -> None:
 
 
 def _check_ties(pair: ProgramPair) -> None:
-    """Refuses a comparison in which the sides treat equal numbers otherwise, if no draw made the numbers equal."""
+    """Refuses `>` on one side and `>=` on the other, if no draw made the compared numbers equal."""
     for decision in pair.coverage.untied():
         raise UndecidedError(
             f"{pair.where}: not decided at {decision.line} ({decision.what}): one side takes equal numbers for the "
@@ -223,11 +262,15 @@ def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
 def _draw(pair: ProgramPair, effort: Effort) -> None:
     """More draws of real inputs, until all comparisons have gone both ways."""
     coverage = pair.coverage
-    for kind in [*effort.kinds, *[""] * effort.most]:
+    elements = pair.elements
+    any_kind = [""] * effort.most
+    for kind in [*effort.kinds, *any_kind]:
         waiting = coverage.open(ORDER) or coverage.open(INTEGERS)
-        enough = pair.draws >= (effort.most if waiting else effort.draws)
-        missing = pair.excluded() or not pair.defined or any(decision.joined for decision in waiting)
-        if (enough and not missing) or pair.draws >= effort.most + len(effort.kinds):
+        wanted = effort.most if waiting else effort.draws
+        joins = any(decision.joined for decision in waiting)
+        is_incomplete = elements.find_excluded() or not elements.are_defined or joins
+        has_enough = pair.draws >= wanted and not is_incomplete
+        if has_enough or pair.draws >= effort.most + len(effort.kinds):
             break
         coverage.identifies = pair.draws < effort.identified
         pair.draw(kind)
@@ -235,14 +278,15 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
         if coverage.open(ORDER):
             pair.draw(kind)
     coverage.identifies = False
-    # Integers that follow from floats, as how many tokens an expert has, are extreme where all rows are alike.
+    # Integers that follow from floats, as the number of an expert's tokens, are extreme where all rows are alike.
     if effort.ties and coverage.open(INTEGERS):
         pair.draw("alike")
     for _ in range(effort.ties):
         pair.draw("repeated")
     if coverage.open(EQUALITY):
         pair.draw("zero")
-    if coverage.open(EQUALITY):  # zeros may make that no number
+    # At zeros the compared numbers may be NaN, which are equal to nothing: one more draw without zeros.
+    if coverage.open(EQUALITY):
         pair.draw("")
 
 
@@ -251,19 +295,22 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
     count = _count_crossings(pair, effort)
     crossings = Crossings()
     last = pair.draws + count
-    # What hangs on several comparisons is seen in few draws, so some of them share their inputs.
+    # A difference that depends on several comparisons shows where several elements are put at the same time.
     for _ in range(count):
         if pair.draws < last:
             pair.cross(crossings, min(_TOGETHER, last - pair.draws))
 
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
+    """How many such draws there are: none for a program that neither compares, rounds nor divides."""
     if pair.coverage.decisions or pair.field.rounds:
-        # `x > 0.5` on one side and `x > 0.6` on the other differ for the x between both alone: draws find it where x is
-        # put next to one of them.
+        # `x > 0.5` on one side and `x > 0.6` on the other differ only for an x between both. Such a draw is likely
+        # where x is put next to one of them.
         foreign = min(len(pair.coverage.foreign()), _MOST_FOREIGN)
         return effort.crossed + _CROSSED_OF_FOREIGN * foreign if effort.crossed else 0
-    return effort.zeros if pair.field.divides else 0
+    if pair.field.divides:
+        return effort.zeros
+    return 0
 
 
 def _order(pair: ProgramPair, effort: Effort) -> None:
@@ -289,7 +336,7 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     except UnequalError as error:
         raise UndecidedError(_undecided(pair.where, suspects[0], waiting, foreign)) from error
     except UnprovableError as error:
-        # As of an integer that says which element: there is none in an order, and draws alone say too little of it.
+        # An order has no value for an integer that a float was rounded to, as an index, and draws alone say too little.
         unknown = [*waiting, *rounded]
         if unknown:
             raise UndecidedError(_undecided(pair.where, unknown[0], waiting, foreign)) from error
@@ -299,6 +346,7 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
 
 
 def _undecided(where: str, decision: Decision, waiting: Sequence[Decision], foreign: Sequence[Decision]) -> str:
+    """The message that a comparison leaves it undecided: it went one way only, or only one side makes it."""
     how = "the sides differ where this comparison goes another way for some elements than it did in any draw"
     if any(decision is other for other in foreign):
         how = "only one side makes this comparison, and the sides differ where it alone goes another way"

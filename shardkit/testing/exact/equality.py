@@ -1,4 +1,4 @@
-"""Proves that a kernel equals a plain function for all inputs, and says what that means.
+"""Proves that a kernel equals a plain function for all inputs: what users call.
 
 Worked example, with one small prime, 7, in place of the tower, and one point in place of three. The kernel is
 `psum(x * x, "data")` on data=2, the reference `x[:1] * x[:1] + x[1:] * x[1:]`, and x is float32[2].
@@ -14,21 +14,17 @@ polynomial, but for a chance that `Equality.chance` bounds: with the real primes
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardkit._arguments.checks import at_least, mesh_in_context, quoted
+from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Specs, typed
 from shardkit._jax.dependence import without_unused
-from shardkit.testing._compare import UnequalError, describe_kinds, describe_mesh, describe_shapes, is_float
+from shardkit.testing._compare import UnequalError, describe_kinds, describe_mesh, describe_shapes
 from shardkit.testing._kernels import (
     check_args,
     check_arity,
@@ -36,74 +32,18 @@ from shardkit.testing._kernels import (
     wrap_kernel,
     wrap_reference,
 )
-from shardkit.testing.exact.derivatives import find_untiled_exchange, name_result, trace_with_derivatives
+from shardkit.testing.exact.arguments import check_floats, check_values, describe_array, make_input
+from shardkit.testing.exact.certificate import Equality, certify
+from shardkit.testing.exact.derivatives import find_exchange_without_derivative, name_result, trace_with_derivatives
 from shardkit.testing.exact.draws import equal, of_kernels
+from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.numbers.inputs import draw_input
-from shardkit.testing.exact.program_pair import Evidence, UnprovableError
-from shardkit.testing.exact.rules.known import to_known
-from shardkit.testing.exact.rules.operands import Operand, is_key
+from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
 
-_DRAWS = 8  # of programs that compare floats, about
-
-ASSUMED = (
-    "numbers are real and inputs finite: nothing is said about rounding, overflow, the compiler, second derivatives, "
-    "or inputs for which a divisor or the argument of a logarithm is zero",
-    "integers, booleans, keys and all arrays that a function closes over are as they were",
-    "a float constant is the simplest rational that rounds to it",
-    "constants beyond 1e9 and -1e9 are infinite",
-    "functions of different arguments have independent values",
-)
-# Of programs that compare floats.
-SAMPLED = "what hangs on several comparisons at once is seen as far as draws show it; gradients, where inputs differ"
-# Of logarithms that are multiplied.
-POSITIVE = "logarithms are of positive numbers"
-
-
-class Equality(NamedTuple):
-    """A certificate: the statement, and how sure it is. `print` shows it as text, `to_json` as JSON.
-
-    Attributes:
-        what: the two sides, and their mesh.
-        shapes: dtype and shape of each input.
-        points: the number of random points of the field.
-        chance: a bound of the probability that two different sides agree at all points.
-        uninterpreted: functions without a law: the proof knows only that equal arguments give equal values.
-        compared: the comparisons, with the line of each one that went only one way; empty if there are none.
-        assumed: the assumptions.
-    """
-
-    what: str
-    shapes: tuple[str, ...]
-    points: int
-    chance: float
-    uninterpreted: tuple[str, ...]
-    compared: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ASSUMED
-
-    def __str__(self) -> str:
-        verdict = "of a wrong verdict"
-        if self.compared:
-            verdict = "that a difference on the branches of the first draw was missed"
-        functions = "no function is uninterpreted"
-        if self.uninterpreted:
-            functions = f"uninterpreted: {', '.join(self.uninterpreted)}"
-        lines = [
-            f"equal for all inputs: {self.what}",
-            f"inputs: {', '.join(self.shapes)}",
-            f"{self.points} points; the chance {verdict} is at most {self.chance:.1g}",
-            functions,
-            *self.compared,
-        ]
-        for assumption in self.assumed:
-            lines.append(f"assumed: {assumption}")
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The certificate as JSON, an object of the attributes."""
-        return json.dumps(self._asdict())
+# About how many draws of inputs a program that compares floats needs: for the estimate of the time.
+_DRAWS = 8
 
 
 @typed
@@ -121,12 +61,12 @@ def assert_equal_for_all_inputs(
 ) -> Equality:
     """Proves a kernel equal to a plain function, in values and gradients, for all inputs and without a tolerance.
 
-    It traces both, and runs them with numbers of a finite field in place of floats. Every float of `args` is an
-    unknown, drawn at random; only its shape and dtype matter. Integers, booleans and keys keep their values. Programs
-    that agree there are the same function of real numbers, up to a chance, which the result bounds. You see an error of
-    one part in 10^12. Comparisons are decided by real inputs, also drawn several times, and by random orders if no draw
-    reached a branch; the result lists them. NaN is a separate value. A proof does not see rounding: for floats use
-    `assert_matches_reference`.
+    It traces both functions, and runs them with numbers of a finite field in place of floats. Every float of `args` is
+    an unknown, drawn at random; only its shape and dtype matter. Integers, booleans and keys keep their values.
+    Programs that agree there are the same function of real numbers, up to a chance, which the result bounds. You see an
+    error of one part in 10^12. Comparisons are decided by real inputs, also drawn several times, and by random orders
+    if no draw reached a branch; the result lists them. NaN is a separate value. A proof does not see rounding: for
+    floats use `assert_matches_reference`.
 
     Args:
         kernel: the function that each device runs.
@@ -185,6 +125,7 @@ def assert_equal_for_all_inputs(
     alone = wrap_reference(where, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
+    check_values(where, args)
     result = jax.eval_shape(on_mesh, *shapes)
     expected = jax.eval_shape(alone, *shapes)
     difference = describe_shapes(result, expected) or describe_kinds(result, expected)
@@ -196,14 +137,15 @@ def assert_equal_for_all_inputs(
     try:
         derived = trace_with_derivatives((on_mesh, alone), shapes, expected, grad)
     except ValueError as error:
-        line = find_untiled_exchange(jax.make_jaxpr(on_mesh)(*shapes))
+        line = find_exchange_without_derivative(jax.make_jaxpr(on_mesh)(*shapes))
         if not grad or not line:
             raise
         raise UnprovableError(
             f"{where}: an untiled all_to_all must have a split_axis that is its concat_axis, because jax has no "
             f"derivative of others; the one at {line} has two axes. Pass tiled=True to it, or grad=False here."
         ) from error
-    # A wrong kernel may compute what it should have used. Its line is looked for in the program with what is unused.
+    # A wrong kernel may compute a value and forget to use it. So the line of a mistake is looked for in the program
+    # with all its equations. The proof runs both programs without the equations that no result needs.
     kernel_with_unused = derived.programs[0]
     kernel_program, reference_program = [without_unused(program) for program in derived.programs]
     seconds = check_size(where, (kernel_program, reference_program), points, _DRAWS)
@@ -224,110 +166,11 @@ def assert_equal_for_all_inputs(
 
 
 def _run(program: Any, arrays: Sequence[Any], field: Field, seen: Seen | None) -> list[Operand]:
-    """The results of a program in a field, where both programs draw the same numbers for the same argument."""
+    """The results of a program in a field. Arguments are named by their numbers, so that both programs draw alike."""
     inputs = [make_input(field, str(number), x) for number, x in enumerate(arrays)]
     return Interpreter(field, seen=seen).run(program, inputs)
 
 
-def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] = ASSUMED) -> Equality:
-    """The certificate of two programs that were found equal."""
-    field = evidence.field
-    assumptions = list(assumed)
-    for (value, _), folded in evidence.folded.items():
-        assumptions.append(f"the constant {value:.9g} is {folded.words}, rounded")
-    if field.logs:
-        assumptions.append(POSITIVE)
-    if evidence.decisions:
-        assumptions.append(SAMPLED)
-    return Equality(
-        what=what,
-        shapes=tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
-        points=field.points,
-        chance=field.chance(evidence.degree),
-        uninterpreted=tuple(sorted(field.uninterpreted)),
-        compared=_describe_comparisons(evidence),
-        assumed=tuple(assumptions),
-    )
-
-
-def _describe_comparisons(evidence: Evidence) -> tuple[str, ...]:
-    """What was seen of comparisons, as sentences."""
-    sentences = []
-    if evidence.decisions:
-        lines = {decision.line for decision in evidence.decisions if not decision.open}
-        lines_in_words = f"{len(lines)} {'line' if len(lines) == 1 else 'lines'}"
-        runs = f"{evidence.draws} draws of real inputs"
-        if evidence.orders:
-            runs += f" and {evidence.orders} random orders"
-        sentences.append(f"comparisons: at {lines_in_words}, both ways in {runs}")
-    never: Counter[str] = Counter()
-    for decision in evidence.decisions:
-        if decision.open:
-            never[f"never else than {decision.outcome}: {decision.what} at {decision.line}"] += 1
-    for sentence, count in never.items():  # as of a line that both sides run, or that a loop runs in each round
-        sentences.append(sentence if count == 1 else f"{sentence} ({count} comparisons)")
-    if not evidence.orders:
-        for decision in evidence.foreign:
-            place = f"{decision.what} at {decision.line}"
-            sentences.append(f"only one side compares, and only draws say that it may: {place}")
-    if evidence.outside:
-        place = f"as first at {evidence.outside}"
-        sentences.append(f"not compared where a number is outside of a function's domain, {place}")
-    for name, (count, size) in evidence.alone.items():
-        sentences.append(f"NaN on one side alone there: up to {count} of {size} elements of the {name}")
-    for name, (count, size) in evidence.alone_at_zeros.items():
-        sentences.append(
-            f"NaN on one side alone where a divisor is zero, or a logarithm's argument: {count} of {size} elements of "
-            f"the {name}"
-        )
-    for name, (count, size) in evidence.no_number.items():
-        sentences.append(f"not a number on both sides: {count} of {size} elements of the {name}")
-    return tuple(sentences)
-
-
-def make_input(field: Field, name: str, x: Any) -> Operand:
-    """An argument in the field: random numbers in place of floats; integers, booleans and keys as they are."""
-    if field.memory is not None:
-        return field.memory.recall(field, name, (), partial(_make_input, field, name, x))
-    return _make_input(field, name, x)
-
-
-def _make_input(field: Field, name: str, x: Any) -> Operand:
-    if is_float(x):
-        return draw_input(field, name, np.shape(x))
-    if isinstance(x, jax.ShapeDtypeStruct):
-        raise UnprovableError(
-            "assert_equal_for_all_inputs: integers, booleans and keys must be given, because a proof holds for their "
-            f"values; got the shape {x.dtype}{list(x.shape)}. Pass an array."
-        )
-    return to_known(x)
-
-
-def check_floats(where: str, shapes: Any) -> None:
-    """Refuses inputs without a float, and complex ones."""
-    leaves = jax.tree.leaves(shapes)
-    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
-        raise UnprovableError(
-            f"{where}: inputs must be real; got a complex one. Pass real and imaginary parts as two arrays, or compare "
-            "floats with assert_matches_reference."
-        )
-    if not any(is_float(x) for x in leaves):
-        dtypes = sorted({str(x.dtype) for x in leaves})
-        raise UnprovableError(
-            f"{where}: at least one input must be an array of floats, for which the proof holds; got "
-            f"{quoted(dtypes) or 'none'}. Compare integers with assert_matches_reference."
-        )
-
-
-def describe_array(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an argument, as jax takes it: float64 and Python numbers in its default precision."""
-    if not hasattr(x, "dtype"):
-        x = np.asarray(x)
-    dtype = x.dtype
-    if not is_key(x):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(x.shape, dtype)
-
-
 def _name_function(function: Any) -> str:
+    """The name of a function, or of its type if it has none, as a `functools.partial`."""
     return getattr(function, "__name__", type(function).__name__)

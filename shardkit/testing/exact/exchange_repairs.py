@@ -1,7 +1,14 @@
-"""Repairs of what devices exchange, and of what differs between them.
+"""Repairs of collectives, and of the numbers by which a device finds its part of an array.
 
-These are the mistakes that programs with collectives have: a sum too few or over another axis, a neighbour on the wrong
+These are the mistakes of programs with collectives: a missing sum, a sum over another axis, a neighbour on the wrong
 side, a mask that is missing before a sum, the index of a device along another axis, an offset that is one off.
+
+A value has a dim in front for each bound mesh axis. Worked example, of `psum(x, "a")` on a=2, b=3:
+
+    x                                           [2, 3] + [4]
+    the psum                                    [1, 3] + [4]
+    repair_collective: psum over "b"            [2, 1] + [4], of x
+    repair_sum: the sum over "b" of the psum    [1, 1] + [4], of the psum
 """
 
 from __future__ import annotations
@@ -22,8 +29,9 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import (
     Bench,
-    Change,
     Cost,
+    EquationChange,
+    FunctionChange,
     Repair,
     Values,
     change_operands,
@@ -36,7 +44,8 @@ from shardkit.testing.exact.repairs import (
 from shardkit.testing.exact.rules.operands import Operand
 
 _MOST_DISTANCES = 8
-# A sum over devices may be missing behind these. What only passes elements on is as its origin.
+# A sum over devices may be missing behind these equations. Behind one that only passes elements on it is missing behind
+# the equation that made the elements, too, and is tried there.
 _SUMMED = {
     *("add", "sub", "mul", "div", "neg", "integer_pow", "square", "reduce_sum", "dot_general", "cumsum", "scatter-add"),
     *("select_n", "gather", "dynamic_slice", "psum", "psum_invariant", "shard_map"),
@@ -47,13 +56,14 @@ _EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum",
 
 
 def repair_collective(bench: Bench) -> Iterator[Repair]:
-    """A collective that should not be there, or that goes over other axes."""
+    """No collective, one over other axes, one between other devices, or another reduction."""
     call = bench.call
     row = registered(call.primitive)
     bound = mesh_axes(call.equation)
     if row.kind is None:
         return
-    [x], [y] = call.operands, call.results
+    [x] = call.operands
+    [y] = call.results
     if bench.shape(x) == bench.shape(y):
         yield change_operands(Cost.COLLECTIVE, f"without {call.name}", keep_operands)
     if row.kind == "all_reduce":
@@ -78,7 +88,10 @@ def repair_collective(bench: Bench) -> Iterator[Repair]:
 
 
 def _repair_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
-    """As many devices along other axes: on a mesh of row=2, col=2, rows are gathered for columns."""
+    """A collective over other axes that have as many devices, so that its result has the same shape.
+
+    Worked example: on a mesh of row=2, col=2, `all_gather(x, "row")` where the columns should be gathered.
+    """
     call = bench.call
     [key] = [key for key in registered(call.primitive).axes if key in call.equation.params]
     devices = math.prod(bench.axes[name] for name in bound)
@@ -94,6 +107,7 @@ def _rerun_over(operands: Sequence[Operand], bench: Bench, key: str, names: tupl
 
 
 def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
+    """A ppermute between other pairs of devices: backwards, further on, without the pair that closes the ring."""
     n = math.prod(bench.axes[name] for name in bound)
     backwards = [(end, start) for start, end in bench.call.equation.params["perm"]]
     words = "ppermute the other way round"
@@ -111,19 +125,19 @@ def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair
 
 
 @dataclass(frozen=True)
-class Travel:
-    """Reads an operand that goes on with every round of a loop, as a block of keys in a ring.
+class Travel(EquationChange):
+    """Reads an operand that goes to the next device in every round of a loop, as a block of keys does in a ring.
 
     Worked example: tokens and their documents in a ring of three devices. The keys travel, and the numbers of their
     documents stay; in round 0 that is right, in round 1 the numbers should come from one device further back, in
     round 2 from two. No repair of one round makes the result right.
 
     Attributes:
-        bench: of the equation that reads the operand.
-        number: that of the operand.
-        names: the axes along which it travels.
-        pairs: from which device to which.
-        steps: how often it has travelled before it is read.
+        bench: the tools for the equation that reads the operand.
+        number: the number of the operand.
+        names: the axes along which the operand travels.
+        pairs: (sender, receiver), as for ppermute.
+        steps: how often the operand has travelled before the equation reads it.
     """
 
     bench: Bench
@@ -133,15 +147,15 @@ class Travel:
     steps: int
 
     def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        """The results of the equation, of the operand that has travelled."""
+        """The results of the equation, which reads the operand after it has travelled."""
         x = operands[self.number]
         for _ in range(self.steps):
             x = self.bench.permute(x, self.pairs, self.names)
         return self.bench.rerun(replace_item(operands, self.number, x))
 
-    def in_round(self, round_: int) -> Travel:
-        """What it is so many rounds later."""
-        return replace(self, steps=self.steps + round_)
+    def in_round(self, round_number: int) -> Travel:
+        """The change so many rounds later, when the operand has travelled as many times more."""
+        return replace(self, steps=self.steps + round_number)
 
 
 def _reduce_operand(operands: Sequence[Operand], bench: Bench, names: Sequence[str], operator: str) -> list[Operand]:
@@ -158,10 +172,10 @@ def _permute_operand(operands: Sequence[Operand], bench: Bench, pairs: Any, name
 
 
 def repair_broadcast(bench: Bench) -> Iterator[Repair]:
-    """What all devices have, in place of copies of what one has.
+    """An all_gather over devices, in place of copies of one device's value.
 
-    Worked example: of levels of all devices, [2, 3], with a scale of each: `jnp.broadcast_to(scale, (2,))` has twice
-    the scale of this device, and should be gathered.
+    Worked example: two devices have levels [3] and a scale each. A device gathers the levels, [2, 3], and needs the two
+    scales, [2]. `jnp.broadcast_to(scale, (2,))` has twice the scale of this device, and should be an all_gather.
     """
     equation = bench.call.equation
     [x] = bench.call.operands
@@ -182,32 +196,36 @@ def _gather_copies(operands: Sequence[Operand], bench: Bench, axis: str, dim: in
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Reads the rows that all devices have of an operand, in place of those of the device: its result has more rows.
+class Gathering(EquationChange):
+    """Reads the rows of all devices of an operand, in place of the rows of this device. So the result has more rows.
 
-    Worked example: `(x @ y.T).sum()`, of all pairs of two samples. Of its own y a device has some of the pairs of
-    its x; of a gathered y it has all of them, and the sum has the form that it had.
+    Worked example: `(x @ y.T).sum()`, of all pairs of two samples, on two devices with x [3, 5] and y [4, 5].
+
+        as it is        x @ y.T is [3, 4]: the pairs of this device's x with this device's y
+        repaired        x @ all_gather(y).T is [3, 8]: the pairs of this device's x with every y
+        the sum         [] in both programs
 
     Attributes:
-        bench: of the equation that reads the operand.
-        number: that of the operand.
-        names: the axes along which it is gathered.
-        dim: that of the operand that grows.
+        bench: the tools for the equation that reads the operand.
+        number: the number of the operand.
+        names: the axes along which the operand is gathered.
+        dim: the dim of the operand that grows.
     """
 
     bench: Bench
     number: int
     names: Sequence[str]
     dim: int
+    has_more_rows = True
 
     def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        """The results of the equation, of all rows."""
+        """The results of the equation, which reads the rows of all devices."""
         x = self.bench.devices.gather(operands[self.number], self.names, self.dim, True)
         return self.bench.rerun(replace_item(operands, self.number, x))
 
 
 def repair_rows(bench: Bench) -> Iterator[Repair]:
-    """A product with the rows of all devices: an all_gather is missing in front of it."""
+    """A matrix product with the rows of all devices: an all_gather is missing in front of the product."""
     if bench.call.primitive != "dot_general":
         return
     contracted, batched = bench.call.equation.params["dimension_numbers"]
@@ -221,7 +239,7 @@ def repair_rows(bench: Bench) -> Iterator[Repair]:
 
 
 def repair_sum(bench: Bench) -> Iterator[Repair]:
-    """Sums, means and extremes over axes along which the result differs, and the results of other devices."""
+    """Behind the equation a sum, mean or extreme over axes along which the result varies, or a ppermute."""
     x = bench.result
     name = bench.call.name
     varying = bench.varying_axes(x)
@@ -250,9 +268,14 @@ def _average(x: Operand, bench: Bench, names: Sequence[str], devices: int) -> Op
 
 
 def repair_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
-    """Zero where a mask is false: of what is summed over devices, or of a result."""
+    """A mask of the program, applied to the operand of a sum over devices, or to the result of another equation.
+
+    Worked example: of 7 rows over two devices the last row of device 1 is padding. `psum((x * x).sum())` adds the
+    padding too; x * x should be zero where `row < 7` is false.
+    """
     call = bench.call
-    # Before a sum over devices the operand is masked: behind it, a mask that differs between devices means nothing.
+    # Before a sum over devices the operand is masked. The sum is the same on all devices, and a mask that differs
+    # between devices says nothing of it.
     reduces = kind_of(call.equation) in ("all_reduce", "reduce_scatter")
     target = call.operands[0] if reduces else bench.result
     if not isinstance(target, Exact):
@@ -261,7 +284,7 @@ def repair_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
         shape = getattr(variable.aval, "shape", None)
         if getattr(variable.aval, "dtype", None) != np.dtype("bool") or shape is None:
             continue
-        # A mask [t] says something of a value [t, d].
+        # A mask [t] may belong to a value [t, d].
         if not shape or shape != bench.shape(target)[: len(shape)]:
             continue
         words = f"{call.name} of what is zero where a mask is false"
@@ -271,14 +294,16 @@ def repair_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
             yield Repair(Cost.FACTOR, words, _mask_result(bench, variable), behind=True)
 
 
-def _mask_operand(bench: Bench, variable: Any) -> Change:
+def _mask_operand(bench: Bench, variable: Any) -> EquationChange:
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return bench.rerun([_mask(bench, operands[0], values[variable])])
 
     return change
 
 
-def _mask_result(bench: Bench, variable: Any) -> Change:
+def _mask_result(bench: Bench, variable: Any) -> EquationChange:
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return [_mask(bench, results[0], values[variable])]
 
@@ -286,7 +311,7 @@ def _mask_result(bench: Bench, variable: Any) -> Change:
 
 
 def _mask(bench: Bench, x: Operand, mask: Operand) -> Operand:
-    """x, zero where a mask of its first dims is false."""
+    """x with zeros where a mask is false, which has the first dims of x."""
     missing = len(bench.shape(x)) - (mask.ndim - bench.rank)
     mask = mask.reshape(mask.shape + (1,) * missing)
     zero = bench.field.lift(np.zeros((1,) * len(x.shape), np.float32))
@@ -294,7 +319,7 @@ def _mask(bench: Bench, x: Operand, mask: Operand) -> Operand:
 
 
 def repair_device_index(bench: Bench) -> Iterator[Repair]:
-    """Other indices of a device: along another axis, of a neighbour, from the other end."""
+    """Another index in place of `axis_index`: along another axis, of a neighbour, from the other end."""
     bound = mesh_axes(bench.call.equation)
     for name, n in bench.axes.items():
         if (name,) != bound:
@@ -319,7 +344,7 @@ def _reverse_index(x: Operand, n: int) -> Operand:
 
 
 def repair_integer(bench: Bench) -> Iterator[Repair]:
-    """Offsets: by one, by the index of a device times a size."""
+    """An integer that is off by one, by the index of a device, or by that index times the size of a dim."""
     name = bench.call.name
     x = bench.result
     yield change_result(Cost.INDEX, f"{name} plus 1", _offset, 1)
@@ -338,13 +363,13 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
         changed = x + sign * size * bench.device_index(axis, x)
         if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
             words = f"{name} that is the same along {axis!r}"
-        # Places are counted from the first device on: that an index is missing is likelier than that it is too many.
+        # A missing offset of the device, whose local places were taken for global ones, is the likelier mistake.
         cost = Cost.INDEX if sign > 0 else Cost.INDEX_TOO_MANY
         yield change_result(cost, words, _offset_by_device, bench, axis, size * sign)
 
 
 def _repair_wrap(bench: Bench) -> Iterator[Repair]:
-    """An integer that begins anew at a size: the neighbour behind the last place of a ring is the first one."""
+    """An integer modulo a size: the neighbour behind the last place of a ring is the first place."""
     x = bench.result
     for size in sorted({*bench.axes.values(), *bench.sizes} - {1}):
         if (x % size != x).any():
@@ -356,9 +381,9 @@ def _wrap_around(x: Operand, size: int) -> Operand:
 
 
 def _repair_layout(bench: Bench) -> Iterator[Repair]:
-    """The places of the elements of a device: in a block of a dim, or every so many elements of it.
+    """Global places of a device's elements in blocks in place of strides, or in strides in place of blocks.
 
-    Of 6 elements over 2 devices, device 1 has the places 3, 4, 5 in blocks, and 1, 3, 5 in strides.
+    Worked example: of 6 elements over 2 devices, device 1 has the places 3, 4, 5 in blocks, and 1, 3, 5 in strides.
     """
     x = bench.result
     if len(bench.shape(x)) != 1 or bench.shape(x)[0] < 2:
@@ -378,7 +403,7 @@ def _repair_layout(bench: Bench) -> Iterator[Repair]:
 
 
 def _repair_numbers(bench: Bench) -> Iterator[Repair]:
-    """The number of a device among those of some axes, with another one of these as the major one.
+    """The number of a device among the devices of several axes, with the axes in another order, major to minor.
 
     Worked example: of node=2, local=3, device (1, 0) has the number 3, and with "local" as the major axis the number 1.
     """
@@ -397,9 +422,11 @@ def _repair_numbers(bench: Bench) -> Iterator[Repair]:
 
 
 def _repair_chunk(bench: Bench) -> Iterator[Repair]:
-    """The number of a chunk of a device, among those of all devices: in blocks, or every so many.
+    """The global number of a device's chunk, in blocks in place of strides, or in strides in place of blocks.
 
-    Worked example: device i of n has k chunks. Its chunk c is the number i * k + c in blocks, and c * n + i in strides.
+    Worked example: device i of n has k chunks. Chunk c of device i has the number i * k + c in blocks, and c * n + i in
+    strides. With n = 2 and k = 3, chunk 1 is the number 1 on device 0 and 4 on device 1 in blocks, but 2 and 3 in
+    strides.
     """
     x = bench.result
     varying = bench.varying_axes(x)

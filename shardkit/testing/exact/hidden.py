@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 from shardkit._jax import compat
 from shardkit.testing.exact.coverage import Decision
 from shardkit.testing.exact.forms import digest_value
-from shardkit.testing.exact.interpreter import DiffersError, HangsError
+from shardkit.testing.exact.interpreter import HangsError
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.program_pair import ProgramPair, Side
 from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE
 from shardkit.testing.exact.rules.operands import Operand

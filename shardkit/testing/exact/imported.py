@@ -92,7 +92,8 @@ class ImportedProgram(NamedTuple):
         kept = tuple(number for number, sharding in enumerate(shardings) if sharding is not None)
         output_shardings = jax.tree.leaves(compiled.output_shardings)
         devices = compat.device_assignment([*shardings, *output_shardings])
-        mesh = find_mesh([*shardings, *output_shardings], devices)
+        # Without a mesh all devices are one axis. No sharding names it, so that its name is none that users gave.
+        mesh = find_mesh([*shardings, *output_shardings], devices) or {"device": len(devices)}
         inputs = [make_layout(shardings[number], avals[number], devices, mesh) for number in kept]
         outputs = []
         for sharding, aval in zip(output_shardings, jax.tree.leaves(compiled.out_info), strict=True):
@@ -142,12 +143,12 @@ class ImportedProgram(NamedTuple):
         return pieces
 
 
-def find_mesh(shardings: Sequence[Any], devices: Sequence[Any]) -> dict[str, int]:
-    """The axes of the first mesh that has the devices in the order in which a module numbers them, else one axis."""
+def find_mesh(shardings: Sequence[Any], devices: Sequence[Any]) -> dict[str, int] | None:
+    """The axes of the first mesh that has the devices in the order in which a module numbers them; None if none has."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == list(devices):
             return dict(sharding.mesh.shape)
-    return {"device": len(devices)}
+    return None
 
 
 def make_layout(sharding: Any, aval: Any, devices: Sequence[Any], mesh: dict[str, int]) -> DevicePieces:

@@ -1,13 +1,13 @@
-"""The law that a training step is one device's for all parameters, batches and weights.
+"""The law that a training step computes one device's numbers, for all parameters, batches and weights.
 
-Both sides start from the same unknowns: parameters and the floats of batches. On the mesh they go through the programs
-that a row of `prove` really runs, traced: `init`, then `step` as often as the law compares, then the parameters without
-their padding. On one device they go through a plain loop of gradient and optimizer. For two steps:
+Both sides start from the same unknowns: the parameters, and the floats of batches. The side on the mesh is the traced
+programs of a row of `prove`: `init`, then `step` as often as the law compares, then `unpadded`, which takes the padding
+off parameters. The side on one device is a plain loop of gradient and optimizer. For two steps:
 
     mesh    params -> init -> state -> step(batch 0) -> step(batch 1) -> params without padding
     alone   params -> loss, gradient, update(batch 0) -> loss, gradient, update(batch 1)
 
-Compared are both losses, all metrics of both steps, and what the second step leaves: parameters and carried state.
+The law compares both losses, all metrics of both steps, and the parameters and the carried state after the second step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from shardkit.steps.init import Init
 from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError
+from shardkit.testing.exact.arguments import check_floats, check_values, make_input
+from shardkit.testing.exact.certificate import describe_folded_constants, make_note
 from shardkit.testing.exact.coverage import ALONE, Coverage
 from shardkit.testing.exact.draws import STEP, equal
-from shardkit.testing.exact.equality import check_floats, make_input
+from shardkit.testing.exact.evidence import Evidence, UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.numbers.field import ROUNDING, Field
+from shardkit.testing.exact.numbers.field import ROUNDING, Field, Settings
 from shardkit.testing.exact.numbers.values import Exact
-from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
@@ -45,18 +46,20 @@ from shardkit.testing.exact.size import check_size
 from shardkit.testing.one_device import Reference, Training, make_gradient, make_update
 from shardkit.testing.program import Program
 
+# Two steps, because a mistake of the first one in the optimizer's state shows in the second.
 _STEPS = 2
 _POINTS = 2
-_RUNS = 4  # of a step that compares floats, about
+# About how many runs a step that compares floats needs: for the estimate of the time.
+_RUNS = 4
 
 
 def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     """Losses, metrics and updated parameters of two steps equal one device's for all parameters and floats of a batch.
 
-    So does carried state, from the one that it begins with. Integers of the batch, as tokens, and keys keep their
-    values. There is no tolerance: floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding
-    is not seen, and a constant that was computed in float32 may stand for what it was computed of. What is neither
-    proved nor refuted, has no meaning in a field, or would take more than about a minute, is told in a note.
+    So does carried state, from its initial value. Integers of the batch, as tokens, and keys keep their values. There
+    is no tolerance: floats are unknowns in a finite field, as in `assert_equal_for_all_inputs`. Rounding is not seen. A
+    note tells of a step that is neither proved nor refuted, has no meaning in a field, or would take more than about a
+    minute; and of constants that a proof had to take for the numbers from which they were computed.
 
     Example:
         >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`
@@ -65,22 +68,21 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     if training is None or not isinstance(program.step, Step):
         return "for all inputs: the step and the reference must be GradFns"
     try:
-        _prove(program, training)
+        evidence = _prove(program, training)
     except UnprovableError as error:
         return f"not for all inputs: {error}"
     except RoundsError as error:
         return f"not for all inputs: the step rounds, by {error}"
-    return None
+    return make_note(describe_folded_constants(evidence))
 
 
 class RoundsError(Exception):
     """The program on the mesh rounds where one device's does not."""
 
 
-def _prove(program: Program, training: Training) -> None:
+def _prove(program: Program, training: Training) -> Evidence:
     """Refuses a program that differs from one device's, or that cannot be proved equal to it."""
-    # Two steps, because what the first one does to the optimizer's state shows in the second. With four steps per call
-    # it is one call.
+    # With four steps in a call, one call is compared.
     steps_per_call = program.row.steps or 1
     calls = max(1, _STEPS // steps_per_call)
     steps = calls * steps_per_call
@@ -88,6 +90,7 @@ def _prove(program: Program, training: Training) -> None:
         calls = len(program.calls)
         steps = len(training.batches)
     check_floats("law", jax.eval_shape(lambda: (training.params, training.batches[0])))
+    check_values("law", (program.params, program.batches, training.params, training.batches))
     traced = TracedRow.of(program)
     check_size("law", [traced.program] * calls, _POINTS, _RUNS, longest=60.0)
     outputs = _trace_alone(training, steps).outputs
@@ -101,14 +104,14 @@ def _prove(program: Program, training: Training) -> None:
         )
     on_mesh = partial(_run_on_mesh, program, traced, calls, list(metrics))
     alone = partial(_run_alone, training, steps)
-    equal("law", "", outputs.list_names(), (on_mesh, alone), _POINTS, STEP)
+    return equal("law", "", outputs.list_names(), (on_mesh, alone), _POINTS, STEP)
 
 
 def _check_carry(training: Training, outputs: _Outputs) -> None:
-    """Refuses a `carry=` that compares numbers, of which each branch would need runs of its own."""
+    """Refuses a `carry=` that compares numbers, because each branch of it would need runs of its own."""
     if training.carry is None:
         return
-    # Shapes alone: the weight is a scalar, as the loss is.
+    # Only shapes matter here: the weight is a scalar, as the loss is.
     metrics = {"loss": outputs.losses[0], "weight": outputs.losses[0], **outputs.metrics[0]}
     traced = jax.make_jaxpr(training.carry)(outputs.carried, metrics, outputs.params)
     if any(site.name in ORDERED for site in walk(traced.jaxpr)):
@@ -116,12 +119,12 @@ def _check_carry(training: Training, outputs: _Outputs) -> None:
 
 
 class _Outputs(NamedTuple):
-    """What the law compares, in this order; as shapes, or as numbers of a field.
+    """The values that the law compares, in this order; as shapes, or as numbers of a field.
 
     Attributes:
-        losses: of each step.
-        metrics: of each step, the auxiliary means by name.
-        params: after the last step.
+        losses: the loss of each step.
+        metrics: the auxiliary means of each step, by name.
+        params: the parameters after the last step.
         carried: the carried state after the last step; None if there is none.
     """
 
@@ -131,7 +134,7 @@ class _Outputs(NamedTuple):
     carried: Any
 
     def list_names(self) -> list[str]:
-        """A name of each leaf, for messages."""
+        """The name of each leaf, for messages."""
         names = [f"loss of step {step}" for step in range(len(self.losses))]
         for step, metrics in enumerate(self.metrics):
             names += [f"metric{path} of step {step}" for path in _list_paths(metrics)]
@@ -141,7 +144,7 @@ class _Outputs(NamedTuple):
 
 
 def _list_paths(tree: Any) -> list[str]:
-    """The path of each leaf, after a space; nothing where the tree is one array."""
+    """The path of each leaf, after a space; "" if the tree is one array."""
     paths = []
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         paths.append(f" {path_name(path)}" if path else "")
@@ -149,7 +152,7 @@ def _list_paths(tree: Any) -> list[str]:
 
 
 def make_inputs(field: Field, name: str, tree: Any) -> list[Operand]:
-    """The leaves of a tree in the field; leaves of the same name and number are the same unknowns on both sides."""
+    """The leaves of a tree in the field. On both sides a leaf of the same name and number is the same unknown."""
     return [make_input(field, f"{name} {number}", x) for number, x in enumerate(jax.tree.leaves(tree))]
 
 
@@ -161,7 +164,7 @@ class _TracedTraining(NamedTuple):
 
     Attributes:
         program: a ClosedJaxpr that returns the leaves of `outputs`.
-        outputs: their shapes.
+        outputs: the shapes of the results.
     """
 
     program: Any
@@ -170,6 +173,7 @@ class _TracedTraining(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _trace_alone(training: Training, steps: int) -> _TracedTraining:
+    """Traces a plain loop of gradient and optimizer, without what no result needs."""
     optimizer = training.optimizer
     loss_and_gradient: Any = training.grad_fn
     compute_gradient = make_gradient(loss_and_gradient)
@@ -180,13 +184,13 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
         losses = []
         metrics_of_steps = []
         for index, batch in enumerate(batches):
-            examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-            keys = example_keys(step_key(training.key, index), examples)
+            keys = example_keys(step_key(training.key, index), _count_examples(batch))
             loss, metrics, grads = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
             params, opt_state = make_update(optimizer)(grads, opt_state, params, loss)
             carried = training.update_carried(carried, loss, metrics, params)
             losses.append(loss)
-            metrics.pop("weight")  # by which the loss is divided; one for a shard and microbatch if it is a scalar
+            # A loss without weights has the weight 1 for each shard and microbatch: their sum depends on the mesh.
+            metrics.pop("weight")
             metrics_of_steps.append(metrics)
         return _Outputs(losses, metrics_of_steps, params, carried)
 
@@ -195,35 +199,44 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
     return _TracedTraining(without_unused(closed), outputs)
 
 
+def _count_examples(batch: Any) -> int:
+    """The size of dim 0 of a batch's arrays."""
+    sizes = [np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)]
+    return int(sizes[0])
+
+
 def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     """The outputs of one device in the field.
 
-    Many rows are compared with the same training, in fields of the same settings. It is run once for all of them, in
-    another field of these settings, and what that field has noted is added to this one.
+    Many rows are compared with the same training, in fields of the same settings. So the training is run once for all
+    of them, in another field of these settings, and the notes of that field are added to this one.
+
+    Worked example: 40 rows, each of which needs a draw of seed 0. The first row runs the training in Field(2, seed=0),
+    and takes a second; the other rows read its outputs.
     """
-    # A search for a line looks at each value. With the laws of roots a number says of which root of its field it is a
-    # multiple, so both sides need the same roots.
-    # What constants stand for is no setting either.
+    # Three fields need a run of their own: one whose values a search looks at; one with the laws of roots, where a
+    # number says of which root of its own field it is a multiple; and one whose constants stand for others.
     if seen is not None or field.coverage is None or field.laws_of_roots or field.folded:
         return _evaluate_alone(training, steps, field, seen)
-    field_and_coverage = (*field.settings, field.coverage.identifies, field.centres)
-    results, other = _run_alone_once(training, steps, field_and_coverage)
+    results, other = _run_alone_once(training, steps, field.settings, field.coverage.identifies, field.centres)
     field.add_notes(other, [ALONE])
     field.coverage.merge(other.coverage)
     return results
 
 
 @lru_cache(maxsize=16)
-def _run_alone_once(training: Training, steps: int, settings: tuple[Any, ...]) -> tuple[list[Operand], Field]:
-    """The outputs of one device, and the field of these settings that they are in."""
-    *field_settings, identifies, centres = settings
-    field = Field(*field_settings)
+def _run_alone_once(
+    training: Training, steps: int, settings: Settings, identifies: bool, centres: tuple[float, ...]
+) -> tuple[list[Operand], Field]:
+    """The outputs of one device in a field of some settings, and that field."""
+    field = Field(*settings)
     field.centres = centres
     field.coverage = Coverage(side=ALONE, identifies=identifies)
     return _evaluate_alone(training, steps, field, None), field
 
 
 def _evaluate_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
+    """Runs the traced training in the field."""
     inputs = make_inputs(field, "params", training.params)
     for step in range(steps):
         inputs += make_inputs(field, f"batch {step}", training.batches[step])
@@ -235,11 +248,11 @@ def _evaluate_alone(training: Training, steps: int, field: Field, seen: Seen | N
 
 
 class TracedRow(NamedTuple):
-    """The programs that a row runs, traced.
+    """The traced programs of a row.
 
     Attributes:
         init: takes the leaves of the parameters and returns the leaves of the first state.
-        state: the shapes of that state.
+        state: the shapes of the first state.
         step: the `jax.stages.Traced` of a call of the step.
         program: the ClosedJaxpr of the step, without what no result needs.
         remove_padding: takes the leaves of parameters and carried state and returns them in original shapes.
@@ -253,7 +266,7 @@ class TracedRow(NamedTuple):
 
     @classmethod
     def of(cls, program: Program) -> TracedRow:
-        """The step is that of the other laws if they traced one; else it is traced of shapes, and nothing runs."""
+        """Traces the programs of a row. A step that another law has traced is taken as it is; nothing runs here."""
         make_state: Any = program.init
         if isinstance(make_state, Init):  # no trace can change the types of its mesh's axes
             make_state = replace(make_state, mesh=auto_mesh(make_state.mesh))
@@ -296,8 +309,8 @@ def _run_on_mesh(
         for step in range(program.row.steps):
             losses.append(_select_step(loss, step))
             metrics_of_steps += [_select_step(x, step) for x in means]
-    # A step that rounds, as to int8 on the way, differs from one device's by the rounding. That is what it is for, and
-    # no mistake: a note says so.
+    # A step that sends int8, say, differs from one device's by rounding. That is intended, and no mistake: the law says
+    # so in a note.
     rounding = (field.uninterpreted - uninterpreted_alone) & ROUNDING
     if rounding:
         raise RoundsError(", ".join(sorted(rounding)))
@@ -306,7 +319,7 @@ def _run_on_mesh(
 
 
 def make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
-    """The batch of one call. For a call of several steps, their batches are stacked along a new dim 0."""
+    """The batch of one call. If a call has several steps, it is the batches of all its steps, along a new dim 0."""
     steps = program.row.steps
     if not steps:
         return make_inputs(field, f"batch {call}", program.batches[call])
@@ -317,7 +330,7 @@ def make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
 
 
 def _select_step(x: Operand, step: int) -> Operand:
-    """The metric of one step, where a call of several steps returns one for each along dim 0."""
+    """The metric of one step, of an array with the metric of each step of a call along dim 0."""
     if isinstance(x, Exact):
         return x.row(0, step)
     return x[step]

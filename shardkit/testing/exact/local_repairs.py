@@ -1,24 +1,27 @@
-"""Repairs of what one device computes: factors, places, operators, operands, functions, terms."""
+"""Repairs of the arithmetic of one device: a factor, the place of elements, a constant, an operator, a function.
+
+`operand_repairs.py` has the repairs that read another variable.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import quoted
-from shardkit.testing.exact.numbers.arithmetic import multiply
+from shardkit.testing._compare import is_float
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import (
     Bench,
-    Change,
     Cost,
+    EquationChange,
+    FunctionChange,
     Repair,
     Values,
     change_operands,
@@ -30,14 +33,12 @@ from shardkit.testing.exact.repairs import (
     replace_item,
     trace_equation,
 )
-from shardkit.testing.exact.rules.operands import Operand, lift_operand
+from shardkit.testing.exact.rules.operands import Operand
 
-# What changes nothing in a sum, a product, a maximum or a minimum: an array is filled with one of them.
+# An array is filled with the number that changes nothing in a sum, a product, a maximum or a minimum.
 _FILLINGS = {"zeros": 0.0, "ones": 1.0, "minus infinities": -math.inf, "infinities": math.inf}
 _MOST_STARTS = 8
-_MOST_VARIABLES = 6
 _FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
-_TERMS = (lax.add, lax.sub, lax.mul, lax.div)
 # Operators that are taken for each other.
 _CONFUSED = {
     "add": ("sub",),
@@ -71,7 +72,7 @@ _UNARY = ("neg", "sqrt", "exp", "log", "tanh", "logistic", "square", "integer_po
 
 
 def repair_factor(bench: Bench) -> Iterator[Repair]:
-    """Factors that may be missing or too many: sizes of axes and dims, the sign."""
+    """The result times or divided by the size of an axis or dim, or with the other sign."""
     name = bench.call.name
     for size, (cost, meaning) in _list_sizes(bench).items():
         if size < 2:
@@ -83,7 +84,10 @@ def repair_factor(bench: Bench) -> Iterator[Repair]:
 
 
 def _list_sizes(bench: Bench) -> dict[int, tuple[float, str]]:
-    """Sizes of axes, then of dims, also of dims as they were before an axis split them."""
+    """Sizes by which a result may be wrong, each with its cost and meaning: of axes, of all devices, and of dims.
+
+    A dim counts by its size on a device, and by its size before an axis split it: 4 on a=2 gives 4 and 8.
+    """
     sizes: dict[int, tuple[float, str]] = {}
     for axis, n in bench.axes.items():
         if n > 1:
@@ -98,18 +102,20 @@ def _list_sizes(bench: Bench) -> dict[int, tuple[float, str]]:
 
 
 def repair_size(bench: Bench) -> Iterator[Repair]:
-    """A constant that is the root of the size of a dim, or an integer that is a size: those of another dim or axis.
+    """In place of a constant that is a size, or the root of one, that of another dim or axis.
 
-    Worked example: `q @ k.T * 16**-0.5` with heads of 4 of 16 features: it should be divided by the root of 4.
+    Worked example: `q @ k.T * 16**-0.5` with heads of 4 of 16 features. The product should be divided by the root of 4.
     """
     name = bench.call.name
     sizes = [size for size in _list_sizes(bench) if size > 1]
     for number, x in enumerate(bench.call.operands):
-        # A constant is a known number: what follows from an input is none.
+        # A constant is a known array. A number of the field follows from an input.
         if isinstance(x, Exact) or x.size != 1 or x.dtype.kind not in "fi":
             continue
-        # A float may be a size by chance: 0.25 is one of four, and is often a rate.
-        powers = (0.5, -0.5) if x.dtype.kind == "f" else (1.0,)
+        # Of floats only roots of sizes count: 0.25 is one of four, but is often a rate.
+        powers: tuple[float, ...] = (1.0,)
+        if x.dtype.kind == "f":
+            powers = (0.5, -0.5)
         for power, size in itertools.product(powers, sizes):
             if x.dtype.type(float(size) ** power) != x.item():
                 continue
@@ -128,7 +134,7 @@ def _replace_operand(operands: Sequence[Operand], bench: Bench, number: int, x: 
 
 
 def repair_place(bench: Bench) -> Iterator[Repair]:
-    """Elements from other places, or in another order."""
+    """Elements from other places of an array, or in another order."""
     name = bench.call.name
     params = bench.call.equation.params
     operands = bench.call.operands
@@ -156,11 +162,15 @@ def repair_place(bench: Bench) -> Iterator[Repair]:
         yield from _repair_position(bench)
 
 
-def _exclude_operand(bench: Bench) -> Change:
-    """Running sums without the element itself: where the rows of a device begin, in place of where they end."""
+def _exclude_operand(bench: Bench) -> EquationChange:
+    """Running sums without the element itself: the places where devices' rows begin, and not those where they end.
+
+    Worked example: three devices have 2, 3 and 1 rows. cumsum gives the ends 2, 5, 6; less the counts, 0, 2, 5.
+    """
     aval = bench.call.equation.outvars[0].aval
     equation = trace_equation(lax.sub, aval, 2)
 
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return bench.interpreter.step(equation, [results[0], operands[0]])
 
@@ -180,7 +190,7 @@ def _sum_first(operands: Sequence[Operand], bench: Bench, names: Sequence[str]) 
 
 
 def _repair_start(bench: Bench, dim: int) -> Iterator[Repair]:
-    """Other slices of the same size: at another place of a dim, or at the place of the device."""
+    """Another slice of the same size: from another start in a dim, or from the start of this device's part."""
     params = bench.call.equation.params
     begin = params["start_indices"][dim]
     width = params["limit_indices"][dim] - begin
@@ -189,7 +199,7 @@ def _repair_start(bench: Bench, dim: int) -> Iterator[Repair]:
         if start != begin:
             yield change_operands(Cost.INDEX, f"a slice from {start} of dim {dim}", _slice_from, bench, dim, start)
     for axis, n in bench.axes.items():
-        # The dim has a slice for each device, and less than one more.
+        # The dim has room for a slice of each device, and for less than one slice more.
         if n > 1 and n * width <= size < size + width:
             times = f" times {width}" if width > 1 else ""
             words = f"a slice from the index along {axis!r}{times} of dim {dim}"
@@ -214,7 +224,7 @@ def _slice_of_device(operands: Sequence[Operand], bench: Bench, dim: int, axis: 
 
 
 def _repair_position(bench: Bench) -> Iterator[Repair]:
-    """Where an equation reads or writes at integers: one place further on or back, around the end."""
+    """Indices of a gather, scatter or dynamic slice that are larger or smaller by one, around the end of the array."""
     array = bench.call.operands[0]
     size = max(bench.shape(array), default=1)
     for number, x in enumerate(bench.call.operands):
@@ -228,7 +238,7 @@ def _repair_position(bench: Bench) -> Iterator[Repair]:
 def _shift_operand(
     operands: Sequence[Operand], bench: Bench, number: int, distance: int, size: int | None = None
 ) -> Sequence[Operand]:
-    """The equation with an operand of integers plus a constant, modulo a size if there is one."""
+    """The results of the equation with operand `number` plus a distance, modulo a size if there is one."""
     x = operands[number]
     x = x + x.dtype.type(distance)
     if size is not None:
@@ -240,13 +250,13 @@ def _shift_operand(
 
 
 def repair_filling(bench: Bench) -> Iterator[Repair]:
-    """Another constant that an array is filled with.
+    """Another constant with which an array is filled.
 
-    Worked example: the largest of three neighbours, `jnp.where(i == 0, 0.0, left)` beyond the first place. A zero is
-    larger than negative neighbours; minus infinity is larger than none.
+    Worked example: the largest of three neighbours, where the first place has no left one: `jnp.where(i == 0, 0.0,
+    left)`. A zero is larger than negative neighbours; minus infinity is larger than none.
     """
     [x] = bench.call.operands
-    # A constant is a known number: what follows from an input is none.
+    # A constant is a known array. A number of the field follows from an input.
     if isinstance(x, Exact) or x.dtype.kind != "f" or x.size > 1:
         return
     for words, number in _FILLINGS.items():
@@ -262,7 +272,7 @@ def _fill(operands: Sequence[Operand], bench: Bench, filling: np.ndarray) -> Seq
 
 
 def repair_operator(bench: Bench) -> Iterator[Repair]:
-    """Another operator, none, or its operands in another order."""
+    """Another operator, no operator, or the operands in another order."""
     name = bench.call.name
     result = bench.result
     for other in _CONFUSED.get(name, ()):
@@ -303,7 +313,7 @@ def _take_operand(operands: Sequence[Operand], number: int) -> list[Operand]:
 
 
 def _repair_decision(bench: Bench) -> Iterator[Repair]:
-    """A mask that is one off, the opposite of it, or none."""
+    """A mask whose bound is off by one, the opposite mask, or no mask."""
     name = bench.call.name
     if all(is_integer(x) for x in bench.call.operands):
         for number in range(len(bench.call.operands)):
@@ -318,7 +328,7 @@ def _repair_decision(bench: Bench) -> Iterator[Repair]:
 
 
 def _repair_end(bench: Bench) -> Iterator[Repair]:
-    """The last device in place of the first one, or the first in place of the last."""
+    """A comparison with the last device in place of the first one, or with the first in place of the last."""
     name = bench.call.name
     for number, x in enumerate(bench.call.operands):
         if x.size != 1:
@@ -332,13 +342,13 @@ def _repair_end(bench: Bench) -> Iterator[Repair]:
                     yield change_operands(Cost.INDEX, words, _replace_operand, bench, number, constant)
 
 
-# Operands
+# Functions
 
 
 def repair_function(bench: Bench) -> Iterator[Repair]:
-    """A function of the result."""
+    """Behind the equation a function that is missing, as a root."""
     aval = bench.call.equation.outvars[0].aval
-    if not _is_float(aval):
+    if not is_float(aval):
         return
     for function in _FUNCTIONS:
         equation = trace_equation(function, aval, 1)
@@ -348,153 +358,3 @@ def repair_function(bench: Bench) -> Iterator[Repair]:
 
 def _apply_equation(x: Operand, bench: Bench, equation: Any) -> Operand:
     return bench.interpreter.step(equation, [x])[0]
-
-
-def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
-    """A term or a factor that the kernel is given or computes, and that nothing reads: with some dims of the result.
-
-    Worked example: weights [4] of candidates, which `jnp.exp(x @ candidates.T)`, [3, 4], should be divided by.
-    """
-    aval = bench.call.equation.outvars[0].aval
-    if not _is_float(aval):
-        return
-    shape = bench.shape(bench.result)
-    for variable in readable:
-        if variable not in unread or getattr(variable.aval, "dtype", None) != aval.dtype:
-            continue
-        for dims in itertools.combinations(range(len(shape)), len(variable.aval.shape)):
-            if variable.aval.shape != tuple(shape[dim] for dim in dims):
-                continue
-            added = tuple(dim - len(shape) for dim in range(len(shape)) if dim not in dims)
-            for function in _TERMS:
-                equation = trace_equation(function, aval, 2)
-                words = f"{equation.primitive.name} of {bench.call.name} and what nothing reads"
-                change = _combine_with(bench, equation, variable, added)
-                yield Repair(Cost.UNREAD_FACTOR, words, change, behind=True)
-
-
-def repair_term(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
-    """Another variable that is added to the result, or is its factor."""
-    aval = bench.call.equation.outvars[0].aval
-    alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
-    for variable, function in itertools.product(_select(alike), _TERMS):
-        equation = trace_equation(function, aval, 2)
-        words = f"{equation.primitive.name} of {bench.call.name} and another value"
-        yield Repair(Cost.FACTOR, words, _combine_with(bench, equation, variable), behind=True)
-
-
-def _combine_with(bench: Bench, equation: Any, variable: Any, added: tuple[int, ...] = ()) -> Change:
-    """The result with another variable, which gets dims of size 1 at some places, counted from the end."""
-
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        x = lift_operand(bench.field, values[variable])
-        if added:
-            x = x.move(lambda part: np.expand_dims(part, added))
-        return bench.interpreter.step(equation, [results[0], x])
-
-    return change
-
-
-def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
-    """Another variable in place of an operand, or as its factor.
-
-    What the kernel is given or computes, and nothing reads, is likely to be what should have been read.
-    """
-    name = bench.call.name
-    for number, operand in enumerate(bench.call.equation.invars):
-        others = [variable for variable in readable if variable is not operand]
-        alike = [variable for variable in others if _is_alike(variable.aval, operand.aval)]
-        unread_alike = [variable for variable in alike if variable in unread]
-        candidates = _select(alike)
-        for variable in unread_alike:
-            yield Repair(Cost.UNREAD, f"another operand of {name}", read_instead(bench, number, variable))
-        for variable in candidates:
-            if variable not in unread:
-                yield Repair(Cost.OPERAND, f"another operand of {name}", read_instead(bench, number, variable))
-        if name not in ("add", "sub", "mul", "dot_general") or not _is_float(operand.aval):
-            continue
-        # A factor [t] of an operand [t, d] may be missing, too.
-        for variable in others:
-            if variable in unread and _is_leading(variable.aval, operand.aval):
-                words = f"another factor of {name}"
-                yield Repair(Cost.UNREAD_FACTOR, words, _multiply_operand(bench, number, variable))
-        if not isinstance(bench.call.operands[number], Exact):
-            continue
-        # Its own square, too, but not of a literal.
-        if not hasattr(operand, "val"):
-            candidates = [*candidates, operand]
-        for variable in candidates:
-            if variable not in unread:
-                yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
-
-
-def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Iterator[Repair]:
-    """What the rounds before or after made, where a list of what an unrolled loop made becomes an array.
-
-    Worked example: the last of two stages has its first result after tick 1. Of three microbatches, `done[:3]` has what
-    the ticks 0, 1 and 2 made, in place of 1, 2 and 3.
-    """
-    name = bench.call.name
-    if name not in ("concatenate", "stack"):
-        return
-    series = [rounds.get(atom, ()) if not hasattr(atom, "val") else () for atom in bench.call.equation.invars]
-    if not series or not series[0] or any(other is not series[0] for other in series):
-        return
-    positions = [series[0].index(atom) for atom in bench.call.equation.invars]
-    for distance, words in ((1, "later"), (-1, "earlier")):
-        others = [position + distance for position in positions]
-        if min(others) < 0 or max(others) >= len(series[0]):
-            continue
-        variables = [series[0][other] for other in others]
-        if all(variable in readable for variable in variables):
-            yield Repair(Cost.INDEX, f"{name} of what rounds one {words} made", _read_all(bench, variables))
-
-
-def _read_all(bench: Bench, variables: Sequence[Any]) -> Change:
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        return bench.rerun([values[variable] for variable in variables])
-
-    return change
-
-
-def read_instead(bench: Bench, number: int, variable: Any) -> Change:
-    """Reads another variable as the operand of this number."""
-
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        return bench.rerun(replace_item(operands, number, values[variable]))
-
-    return change
-
-
-def _multiply_operand(bench: Bench, number: int, variable: Any) -> Change:
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        x = lift_operand(bench.field, operands[number])
-        factor = lift_operand(bench.field, values[variable])
-        missing = len(x.shape) - len(factor.shape)
-        if missing:
-            factor = factor.move(lambda part: part.reshape(part.shape + (1,) * missing))
-        return bench.rerun(replace_item(operands, number, multiply(bench.field, x, factor)))
-
-    return change
-
-
-def _is_alike(a: Any, b: Any) -> bool:
-    """Whether two types have the same shape and dtype."""
-    return getattr(a, "shape", None) == getattr(b, "shape", ()) and getattr(a, "dtype", None) == getattr(b, "dtype", 0)
-
-
-def _is_float(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.floating))
-
-
-def _is_leading(a: Any, b: Any) -> bool:
-    """Whether an array of floats has the first dims of another one, or all of them."""
-    shape = getattr(a, "shape", None)
-    if not shape or getattr(a, "dtype", None) != getattr(b, "dtype", None):
-        return False
-    return shape == b.shape[: len(shape)]
-
-
-def _select(variables: list[Any]) -> list[Any]:
-    """The first and the last ones: inputs, and what was computed just before."""
-    return variables if len(variables) <= _MOST_VARIABLES else [*variables[:2], *variables[-4:]]

@@ -1,12 +1,12 @@
-"""Repairs of the order of two steps: a function of what devices reduce, or what they reduce of a function; parentheses.
+"""Repairs of the order of two equations: of a function and a reduction over devices, or of two operators.
 
-Worked example: every device has some rows, and a mean is wanted where rows have weights.
+Worked example: every device has some rows with weights, and the mean of all rows is wanted.
 
-    psum(sums / weights)            the means of devices, added up
-    psum(sums) / psum(weights)      the mean of all rows
+    psum(sums / weights)            wrong: the means of devices, added up
+    psum(sums) / psum(weights)      right
 
-Both have a psum and a division, and no repair of one of these gives the other program: the two change places. So do
-the operators of `a * (b + c)` and `a * b + c`.
+Both programs have a psum and a division. No repair of the psum alone, or of the division alone, makes the first program
+the second: the two equations change places. So do the operators of `a * (b + c)` and `a * b + c`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import numpy as np
 from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit._jax.primitives import registered
-from shardkit.testing.exact.repairs import Bench, Change, Cost, Repair, Values, replace_item
+from shardkit.testing.exact.repairs import Bench, Cost, EquationChange, FunctionChange, Repair, Values, replace_item
 from shardkit.testing.exact.rules.operands import Operand
 
-# Sums do not pass through these. They do through a product with what all devices have.
+# A sum of these functions is not the function of a sum. (Of "mul" it is, if all devices have the same factor.)
 _FUNCTIONS = ("abs", "div", "exp", "integer_pow", "log", "log1p", "logistic", "mul", "rsqrt", "sqrt", "square", "tanh")
 _VARYING = ("pvary", "pcast")
 _OPERATORS = ("add", "sub", "mul", "div")
 
 
 class _Reduction(NamedTuple):
-    """A reduction over devices, or a mean, as the equation of a value.
+    """A reduction over devices, or a mean, that a value is.
 
     Attributes:
         operand: the variable that is reduced.
-        names: the axes.
+        names: the axes of the reduction.
         operator: "sum", "maximum" or "minimum".
         mean: whether the sum is divided by the number of devices.
     """
@@ -47,7 +47,10 @@ class _Reduction(NamedTuple):
 
 
 def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repair]:
-    """A function and a reduction in the other order."""
+    """A function and a reduction over devices in the other order.
+
+    The equation is the second of the two: a reduction of a function, or a function of one or two reductions.
+    """
     equation = bench.call.equation
     reduction = _find_reduction(bench, equation, definitions)
     if reduction is not None:
@@ -71,9 +74,10 @@ def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repai
 
 
 def repair_parentheses(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repair]:
-    """Two operators in the other order, or of each other's operands.
+    """Two operators in the other order, or with an operand of each as the other's.
 
-    Of `a * (b + c)` the programs `a * b + c` and `b + a * c`; of `a * b / c` those with c for b, and for a.
+    Worked example: of `a * (b + c)` the other orders are `a * b + c` and `b + a * c`. Of `a * b / c` the exchanges are
+    `a * c / b` and `c * b / a`.
     """
     if bench.call.primitive not in _OPERATORS:
         return
@@ -88,9 +92,17 @@ def repair_parentheses(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator
             yield Repair(Cost.PARENTHESES, words, _exchange_inside(bench, number, inner, inner_number))
 
 
-def _apply_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> Change:
-    """The equation of one operand of an equation before it, which comes behind it now."""
+def _apply_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> EquationChange:
+    """Applies the equation to one operand of the inner equation, then the inner one: a * (b + c) -> a * b + c.
 
+    Args:
+        bench: the tools for the outer equation.
+        number: the operand of the outer equation that the inner equation gives.
+        inner: the inner equation.
+        inner_number: the operand of the inner equation.
+    """
+
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         inner_operands = [_read(bench, atom, values) for atom in inner.invars]
         [result] = bench.rerun(replace_item(operands, number, inner_operands[inner_number]))
@@ -99,9 +111,10 @@ def _apply_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> C
     return change
 
 
-def _exchange_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> Change:
-    """The equation and one before it, with an operand of each as the other's."""
+def _exchange_inside(bench: Bench, number: int, inner: Any, inner_number: int) -> EquationChange:
+    """Exchanges the other operand of the outer equation with one of the inner equation: a * b / c -> a * c / b."""
 
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         inner_operands = [_read(bench, atom, values) for atom in inner.invars]
         exchanged = replace_item(inner_operands, inner_number, operands[1 - number])
@@ -113,7 +126,7 @@ def _exchange_inside(bench: Bench, number: int, inner: Any, inner_number: int) -
 
 
 def _find_definition(atom: Any, definitions: Mapping[Any, Any]) -> Any | None:
-    """The equation of a variable, behind casts of what all devices have to what may differ; None for a literal."""
+    """The equation that gives a variable, before casts of its varying type; None for a literal or an argument."""
     while not hasattr(atom, "val"):
         equation = definitions.get(atom)
         if equation is None or equation.primitive.name not in _VARYING:
@@ -123,7 +136,7 @@ def _find_definition(atom: Any, definitions: Mapping[Any, Any]) -> Any | None:
 
 
 def _find_reduction(bench: Bench, equation: Any, definitions: Mapping[Any, Any]) -> _Reduction | None:
-    """The reduction that an equation is, or the mean that it ends."""
+    """The reduction that an equation is, or the mean whose division it is; None if it is neither."""
     if kind_of(equation) == "all_reduce" and len(equation.invars) == 1:
         operator = registered(equation.primitive.name).reduces or "sum"
         return _Reduction(equation.invars[0], mesh_axes(equation), operator, mean=False)
@@ -139,9 +152,10 @@ def _find_reduction(bench: Bench, equation: Any, definitions: Mapping[Any, Any])
     return _Reduction(total.invars[0], names, "sum", mean=True)
 
 
-def _reduce_first(bench: Bench, function: Any, reduction: _Reduction) -> Change:
-    """The function of its reduced operands."""
+def _reduce_first(bench: Bench, function: Any, reduction: _Reduction) -> EquationChange:
+    """Reduces the operands of the function, and applies it to them."""
 
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         inner = [_read(bench, atom, values) for atom in function.invars]
         return bench.interpreter.step(function, [_reduce(bench, x, reduction) for x in inner])
@@ -149,9 +163,10 @@ def _reduce_first(bench: Bench, function: Any, reduction: _Reduction) -> Change:
     return change
 
 
-def _reduce_last(bench: Bench, reductions: Mapping[int, _Reduction]) -> Change:
-    """The reduction of the function, of operands before they are reduced."""
+def _reduce_last(bench: Bench, reductions: Mapping[int, _Reduction]) -> EquationChange:
+    """Applies the function to its operands before they are reduced, and reduces its result."""
 
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         inner = list(operands)
         for number, reduction in reductions.items():
@@ -163,7 +178,7 @@ def _reduce_last(bench: Bench, reductions: Mapping[int, _Reduction]) -> Change:
 
 
 def _read(bench: Bench, atom: Any, values: Values) -> Operand:
-    """What a variable is in this run, or a literal."""
+    """The value of a variable in this run, or that of a literal with a dim of size 1 in front for each axis."""
     if not hasattr(atom, "val"):
         return values[atom]
     literal = np.asarray(atom.val)
@@ -171,7 +186,7 @@ def _read(bench: Bench, atom: Any, values: Values) -> Operand:
 
 
 def _reduce(bench: Bench, x: Operand, reduction: _Reduction) -> Operand:
-    """What devices have of a value, reduced; a value that is the same on all devices stays what it is."""
+    """A value reduced over devices; one that is the same on all devices stays as it is."""
     if not set(reduction.names).intersection(bench.varying_axes(x)):
         return x
     x = bench.reduce(x, reduction.names, reduction.operator)

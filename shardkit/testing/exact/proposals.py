@@ -1,4 +1,4 @@
-"""Which repairs are tried for an equation: of what devices exchange, then of what one device computes."""
+"""Which repairs are tried for an equation: first those of collectives, then those of one device's arithmetic."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from shardkit.testing.exact.local_repairs import (
     repair_factor,
     repair_filling,
     repair_function,
-    repair_operand,
     repair_operator,
     repair_place,
-    repair_round,
     repair_size,
-    repair_term,
-    repair_unread,
 )
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.operand_repairs import repair_operand, repair_round, repair_term, repair_unread
 from shardkit.testing.exact.order_repairs import repair_order, repair_parentheses
 from shardkit.testing.exact.repairs import Bench, Call, Repair, is_integer, is_mask
 from shardkit.testing.exact.rules.operands import Operand
 
-# Equations that only pass elements on: a factor that is missing behind them is missing behind their operand.
+# Equations that only pass elements on. A factor that is missing behind one of them is missing behind the equation that
+# made the elements, too, and is tried there.
 _PASSING = ("convert_element_type", "reshape", "squeeze", "transpose", "expand_dims")
 
 
@@ -46,10 +44,19 @@ def propose_repairs(
     definitions: Mapping[Any, Any],
     rounds: Mapping[Any, Sequence[Any]],
 ) -> Iterator[Repair]:
-    """What may be tried for an equation that could read some variables, in a program with dims of some sizes.
+    """The repairs of an equation, each of which may be tried.
 
-    Variables that nothing reads are likely to be what should have been read. `definitions` has the equation of each
-    variable, and `rounds` those that other rounds of a loop make.
+    Args:
+        field: the arithmetic.
+        call: the equation, with its operands and results.
+        readable: the variables that the equation could read.
+        sizes: the sizes of dims in the program.
+        unread: the variables that no equation reads, and that one should perhaps read.
+        definitions: the equation of each variable.
+        rounds: for each variable the variables of all rounds of its unrolled loop.
+
+    Yields:
+        Repairs. They depend on the program alone, and so are the same ones, in the same order, for other numbers.
     """
     if len(call.results) != 1 or not all(_is_array(x) for x in (*call.operands, *call.results)):
         return
@@ -85,5 +92,5 @@ def propose_repairs(
 
 
 def _is_array(x: Operand) -> bool:
-    """Whether a value is a number of the field, or a known array; keys are words of integers."""
+    """Whether a value is a number of the field, or a known array of floats, integers or booleans; a key is neither."""
     return isinstance(x, Exact) or x.dtype.kind in "fiub"

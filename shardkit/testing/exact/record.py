@@ -1,4 +1,4 @@
-"""What a run computed: every value, the equation that made it, and what else that equation could have read.
+"""The record of a run: every value, the equation that made it, and the variables that the equation could have read.
 
 Worked example: `y = psum(x @ w, "data"); z = tanh(y)` is recorded as
 
@@ -9,8 +9,8 @@ Worked example: `y = psum(x @ w, "data"); z = tanh(y)` is recorded as
     3       psum            x @ w     y           y was made by event 3
     4       tanh            y         z           z was made by event 4
 
-`find_causes([z])` is {0, 1, 2, 3, 4}: whatever z follows from, the shards of the arguments too. Values are recognized
-by identity: what a run hands on is the same object.
+`find_causes([z])` is {0, 1, 2, 3, 4}: all events from which z follows, those that cut the arguments into shards too.
+Values are recognized by identity: a value that an equation hands on is the same object.
 """
 
 from __future__ import annotations
@@ -23,30 +23,39 @@ from shardkit._jax.primitives import registered
 from shardkit.testing.exact.repairs import Call
 from shardkit.testing.exact.rules.operands import Operand
 
-# What only passes elements on, from what a collective gave to what reads it.
+# Equations that only pass elements on, as from the result of a collective to the equation that reads it.
 _PASS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "slice", "transpose", "expand_dims")
 
 
 class Event(NamedTuple):
-    """An equation that ran."""
+    """An equation that ran.
 
+    Attributes:
+        number: its place in the order of the run.
+        place: the equation, and the operands and results of its first run.
+        operands: the values that it read in this run.
+        results: the values that it gave in this run.
+    """
+
+    number: int
     place: Call
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
 
 
 class Record:
-    """What a run computed, in order.
+    """The values and equations of a run, in order. The interpreter calls it with each equation.
 
     Attributes:
         events: the equations that ran.
-        maker: of a value, by its id, the number of the event that made it.
-        values: what each variable was last.
-        readable: of an equation, by its id, the variables that it could read.
+        maker: the number of the event that made a value, by the id of the value.
+        values: the value that each variable had last.
+        readable: the variables that an equation could read, by the id of the equation.
         unread: the variables of the kernel that no equation reads.
-        definitions: of a variable of the kernel, the equation that it is a result of.
-        rounds: of a variable of the kernel, those that the same line makes in the same way, as in a loop.
-        loops: of an equation of the kernel, by its id, the line of the innermost loop around it.
+        definitions: the equation that gives a variable of the kernel.
+        rounds: for a variable of the kernel all variables that the same line makes in the same way, as in the rounds of
+            an unrolled loop.
+        loops: the line of the innermost loop around an equation of the kernel, by the id of the equation.
     """
 
     def __init__(self) -> None:
@@ -75,14 +84,14 @@ class Record:
         for x in results:
             if not any(x is operand for operand in operands):
                 self.maker.setdefault(id(x), len(self.events))
-        self.events.append(Event(call, tuple(operands), tuple(results)))
+        self.events.append(Event(len(self.events), call, tuple(operands), tuple(results)))
         if call.primitive == "shard_map":
             self._note_entry(equation, results, bool(axes))
         else:
             assign_variables(self.values, equation, operands, results)
 
     def _note_entry(self, equation: Any, results: Sequence[Operand], inside: bool) -> None:
-        """Notes what the next input of a kernel is: a shard_map tells of its operands one by one."""
+        """Notes the value of the kernel's next input: the interpreter tells of a shard_map's operands one by one."""
         if id(equation) not in self._inputs:
             body = equation.params["jaxpr"]
             body = getattr(body, "jaxpr", body)
@@ -118,7 +127,7 @@ class Record:
             self.unread.update(variable for variable in readable if variable not in read)
 
     def find_causes(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
-        """The numbers of the events that values follow from, not before equations of some names."""
+        """The numbers of the events from which values follow; equations named in `up_to` end the way backwards."""
         numbers: set[int] = set()
         waiting = self.find_makers(values)
         while waiting:
@@ -136,7 +145,7 @@ class Record:
         return [self.maker[id(x)] for x in values if id(x) in self.maker]
 
     def find_device_readers(self) -> set[int]:
-        """The numbers of the events that read what a collective gave, or the index of a device."""
+        """The numbers of the events that read the result of a collective, or the index of a device."""
         readers: set[int] = set()
         passing: set[int] = set()
         for number, event in enumerate(self.events):
@@ -161,8 +170,9 @@ class Record:
 def assign_variables(
     values: dict[Any, Operand], equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> None:
-    """Notes what the variables of an equation are."""
-    # A call may tell of other operands than its variables.
+    """Notes the values of an equation's variables."""
+    # The interpreter tells of a scan's rows, and of a shard_map's pieces, with the equation of the loop or call. These
+    # operands are not those of its variables.
     if len(equation.invars) == len(operands):
         for variable, x in zip(equation.invars, operands, strict=True):
             if _is_variable(variable):

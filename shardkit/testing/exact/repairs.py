@@ -1,14 +1,15 @@
-"""What a repair is: for an equation of a wrong program, other results in place of those that it gave.
+"""A repair: other results for one equation of a wrong program, in place of the results that the equation gave.
 
-A repair is tried by running the program once more with it. `proposals.py` lists the repairs of an equation, those of
-`exchange_repairs.py` and `local_repairs.py`, which compute other results with the tools of this file.
+A repair is tried by one more run of the program, in which that equation has the other results. `proposals.py` lists the
+repairs of an equation. They are made in `exchange_repairs.py` (of collectives), `local_repairs.py` (of one device),
+`operand_repairs.py` (of what an equation reads) and `order_repairs.py` (of two equations), with the tools of this file.
 
 Worked example: a kernel over data=2 that ends with `psum(x.sum(), "model")`, and should sum over "data".
 
     the equation        psum of x.sum(), [2, 2] devices
     a repair            cost 0.0, "psum over 'data' in place of 'model'"
     its change          from the operand [2, 2] + [] to another result, [1, 2] + []
-    what is said        The mistake is at kernel.py:12: with psum over 'data' in place of 'model', it is right
+    the message         The mistake is at kernel.py:12: with psum over 'data' in place of 'model', it is right
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -30,14 +32,12 @@ from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.exchanges import Devices
 from shardkit.testing.exact.rules.operands import Operand
 
-# What each variable was last.
+# The value that each variable of the program had last.
 Values = Mapping[Any, Operand]
-# From operands, results and variables to other results.
-Change = Callable[[Sequence[Operand], Sequence[Operand], Values], Sequence[Operand]]
 
 
 class Cost:
-    """How unlikely a mistake is: what communicates is mistaken more often than what does not."""
+    """How unlikely mistakes of some kinds are. A collective is mistaken more often than arithmetic, and costs less."""
 
     COLLECTIVE = 0.0
     SLICE_OF_SUM = 0.5
@@ -49,7 +49,7 @@ class Cost:
     UNREAD_FACTOR = 1.5
     OPERATOR = 1.5
     SIZE = 1.5
-    LAYOUT = 2.0  # of the places of a device: two factors are exchanged
+    LAYOUT = 2.0  # `i * n + places` and `i + places * n`: of the places of a device, two factors are exchanged
     OPERAND = 2.0
     PARENTHESES = 2.0
     DIM = 2.0
@@ -58,7 +58,15 @@ class Cost:
 
 
 class Call(NamedTuple):
-    """An equation where it is called, with the operands and results that it had first."""
+    """An equation where it is called, with the operands and results of its first run.
+
+    Attributes:
+        equation: the equation of a jaxpr.
+        around: the line of the call around the equation; "" if there is none.
+        axes: the bound mesh axes, with their sizes.
+        operands: the values that the equation read.
+        results: the values that the equation gave.
+    """
 
     equation: Any
     around: str
@@ -68,7 +76,7 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str]:
-        """By which another run of the program recognizes it."""
+        """By which another run of the program recognizes the call."""
         return id(self.equation), self.around
 
     @property
@@ -83,11 +91,40 @@ class Call(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Where it stands."""
+        """The line of the equation, as "kernel.py:12"."""
         return source_line(self.equation, self.around)
 
     def __str__(self) -> str:
         return f"{self.name} at {self.line}"
+
+
+class EquationChange:
+    """Computes other results for an equation, in a run of the program.
+
+    Attributes:
+        has_more_rows: whether a result is larger than the one that it replaces, until a later equation sums its rows.
+    """
+
+    has_more_rows = False
+
+    def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        """The other results, from the operands and results of the equation, and from what variables are now."""
+        raise NotImplementedError
+
+    def in_round(self, round_number: int) -> EquationChange:
+        """The change so many rounds later in a loop: the same one, but for operands that travel."""
+        return self
+
+
+@dataclass(frozen=True)
+class FunctionChange(EquationChange):
+    """A change by a function, for which it is a decorator."""
+
+    function: Callable[[Sequence[Operand], Sequence[Operand], Values], Sequence[Operand]]
+
+    def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        """What the function computes."""
+        return self.function(operands, results, values)
 
 
 class Repair(NamedTuple):
@@ -95,15 +132,16 @@ class Repair(NamedTuple):
 
     Attributes:
         cost: how unlikely it is that this was the mistake.
-        words: what is done.
-        change: computes the results from operands, results and variables.
-        behind: whether it is done to the result, so that the mistake is behind the equation.
-        exchange: "sum" where the result is reduced over devices, "shift" where it goes to another one; else "".
+        words: what the repair does, for the message: "with ..., it is right".
+        change: computes the other results.
+        behind: whether the repair changes the result of the equation, so that the mistake is behind the equation.
+        exchange: "sum" if the repair reduces the result over devices, "shift" if it sends the result to another device;
+            else "". `Remedy` has two more, of a loop.
     """
 
     cost: float
     words: str
-    change: Change
+    change: EquationChange
     behind: bool = False
     exchange: str = ""
 
@@ -111,8 +149,9 @@ class Repair(NamedTuple):
 def change_result(
     cost: float, words: str, function: Callable[..., Operand], *arguments: Any, exchange: str = ""
 ) -> Repair:
-    """A repair that computes the result from what it was."""
+    """A repair that replaces the result x by `function(x, *arguments)`."""
 
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return [function(results[0], *arguments)]
 
@@ -120,8 +159,9 @@ def change_result(
 
 
 def change_operands(cost: float, words: str, function: Callable[..., Sequence[Operand]], *arguments: Any) -> Repair:
-    """A repair that computes the results from the operands, in another way."""
+    """A repair that replaces the results by `function(operands, *arguments)`."""
 
+    @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return function(operands, *arguments)
 
@@ -129,18 +169,21 @@ def change_operands(cost: float, words: str, function: Callable[..., Sequence[Op
 
 
 def keep_operands(operands: Sequence[Operand]) -> Sequence[Operand]:
-    """The operands as results: what the program would be without the equation."""
+    """The operands as results: a program without the equation."""
     return operands
 
 
 class Bench:
-    """What repairs of an equation are made with: the equation again, and exchanges between devices.
+    """The tools with which repairs of one equation are made: the equation again, and exchanges between devices.
 
     Attributes:
         field: the arithmetic.
         call: the equation.
-        sizes: the sizes of dims in the program, of which a factor may be missing.
-        rank: the number of dims in front, one for each bound axis.
+        sizes: the sizes of dims in the program. By such a factor a result may be too large or too small.
+        axes: the bound mesh axes, with their sizes.
+        rank: the number of dims in front of a value, one for each bound axis.
+        interpreter: runs an equation with the axes bound.
+        devices: the collectives.
     """
 
     def __init__(self, field: Field, call: Call, sizes: Sequence[int]):
@@ -154,7 +197,7 @@ class Bench:
 
     @property
     def result(self) -> Operand:
-        """The one result."""
+        """The result of the equation, which has one result alone."""
         [result] = self.call.results
         return result
 
@@ -163,22 +206,22 @@ class Bench:
         return x.shape[self.rank :]
 
     def varying_axes(self, x: Operand) -> list[str]:
-        """The axes along which devices may have different values."""
+        """The axes along which devices may have different values: those whose dim in front is larger than 1."""
         return [name for name, size in zip(self.axes, x.shape, strict=False) if size > 1]
 
     def rerun(self, operands: Sequence[Operand], primitive: Any = None, **params: Any) -> Sequence[Operand]:
-        """The results of the equation with other operands, parameters, or another primitive."""
+        """The results of the equation with other operands or parameters, or of another primitive with the same ones."""
         equation = self.call.equation.replace(params={**self.call.equation.params, **params})
         if primitive is not None:
             equation = equation.replace(primitive=primitive)
         return self.interpreter.step(equation, list(operands))
 
     def reduce(self, x: Operand, names: Sequence[str], operator: str = "sum") -> Operand:
-        """A reduction over devices."""
+        """A value reduced over the devices of some axes."""
         return self.devices.reduce(x, names, operator)
 
     def permute(self, x: Operand, pairs: Any, names: Sequence[str]) -> Operand:
-        """What devices get of each other."""
+        """A value sent between devices, as by ppermute."""
         return self.devices.permute(x, names, pairs)
 
     def device_index(self, name: str, like: np.ndarray) -> np.ndarray:
@@ -187,14 +230,14 @@ class Bench:
         return index.reshape(index.shape + (1,) * (like.ndim - index.ndim))
 
     def choose_by_device(self, name: str, pieces: Sequence[Operand]) -> Operand:
-        """On device i along an axis the piece i."""
+        """The value that is `pieces[i]` on device i along an axis."""
         result = pieces[0]
         for i, piece in enumerate(pieces[1:], 1):
             result = self.devices.choose(self.devices.number((name,)) == i, piece, result)
         return result
 
     def scale(self, x: Operand, ratio: Fraction) -> Operand:
-        """A value times a constant."""
+        """A value times a rational number."""
         if not isinstance(x, Exact):
             return np.asarray(x * x.dtype.type(float(ratio)), x.dtype)
         constant = np.full((1,) * len(x.shape), float(ratio))
@@ -202,7 +245,7 @@ class Bench:
 
 
 def trace_equation(function: Callable[..., Any], aval: Any, operands: int) -> Any:
-    """The equation of a function of jax for some operands of a type."""
+    """The first equation of a jax function of some operands that all have the type `aval`."""
     return _trace_equation(function, tuple(aval.shape), aval.dtype, operands)
 
 
@@ -223,7 +266,7 @@ def is_mask(x: Operand) -> bool:
 
 
 def list_subsets(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """All sets of axes that are not empty: first those of one axis."""
+    """All sets of some axes but the empty one, small sets first: of a, b the sets (a,), (b,), (a, b)."""
     names = list(names)
     subsets: list[tuple[str, ...]] = []
     for size in range(1, len(names) + 1):

@@ -1,8 +1,9 @@
 """Which equation of a wrong program is the mistake: one whose repair makes the result right.
 
-A run of the program is recorded, every value with the equation that made it. Of the equations that `suspects.py` lists
-the repairs of `proposals.py` are tried, each by one more run (`changed_run.py`), likely mistakes first; what makes the
-result right must do so with other numbers too.
+A run of the program is recorded, every value with the equation that made it. `suspects.py` lists the equations from
+which the wrong result follows, and `proposals.py` lists the repairs of each. A repair is tried by one more run of the
+program (`changed_run.py`), likely mistakes first. A repair that makes the result right must do so with other random
+numbers too.
 
 Worked example: `psum(x, "b") / 2` where the reference is the sum over "a", divided by 2. The suspects are the psum and
 the div.
@@ -23,36 +24,46 @@ from shardkit._arguments.checks import quoted
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit.testing.exact.changed_run import ChangedRun, Previews, find_goal, find_goal_of_devices
 from shardkit.testing.exact.exchange_repairs import Travel
-from shardkit.testing.exact.interpreter import DiffersError, Seen
-from shardkit.testing.exact.local_repairs import read_instead
+from shardkit.testing.exact.interpreter import Seen
 from shardkit.testing.exact.memory import StepMemory
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.operand_repairs import read_instead
+from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.proposals import propose_repairs
 from shardkit.testing.exact.record import Event, Record
-from shardkit.testing.exact.repairs import Bench, Call, Change, Cost, Repair
+from shardkit.testing.exact.repairs import Bench, Call, Cost, EquationChange, Repair
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_suspects
 
-# How many runs are tried, and equations of all of them, most of which are recalled: a minute, of the largest programs
-# that are proved.
+# How many repaired runs are tried at most, and how many equations all of them may have together. The values of most
+# equations are recalled from the first run, so that this is a minute of the largest programs that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 900, 225_000
-# Fewer of a compiled program: a compiler writes so otherwise that a repair of one equation seldom is one of a mistake.
+# Fewer runs of a compiled program: the compiler has rewritten the mistake, so that the repair of one equation seldom
+# repairs it.
 _MOST_OF_COMPILED = 24
-# How many equations a repaired run may have, for each of the wrong one, and besides.
+# A repaired loop may go on for longer. A run may have so many times the equations of the wrong run, and so many more.
 _MOST_TIMES, _MOST_MORE = 4, 1000
-# How much less likely than the likeliest a repair may be that is looked at too.
-_MARGIN, _UNLIKELY = 0.75, 3.5
-# With how many other numbers a repair must be right; more where comparisons decide, because few outcomes differ.
+# Repairs that cost this much more than the cheapest remedy are tried too.
+_MARGIN = 0.75
+# Repairs that cost more than this are never tried.
+_UNLIKELY = 3.5
+# With how many other draws of numbers a repair must be right too. Where comparisons decide, a wrong repair is right by
+# chance more often, because a comparison has only two outcomes.
 _DRAWS, _DRAWS_OF_DECISIONS = 1, 4
+# A value that stays behind is likelier where other values go from device to device.
+_LEFT_BEHIND = 1.5
 
 
 class Runs(NamedTuple):
-    """Both programs, in the field in which they differ.
+    """Both programs, in the field in which their results differ.
 
     Attributes:
-        values: how many of the results are no gradients.
+        field: the arithmetic.
+        on_mesh: runs the program on the mesh in a field, and returns its results.
+        alone: runs the reference in a field, and returns its results.
+        values: how many of the results are values; the others are gradients.
     """
 
     field: Field
@@ -65,12 +76,15 @@ class Remedy(NamedTuple):
     """A repair that makes the result right.
 
     Attributes:
-        number: that of the first event at its place.
-        cost: how unlikely it is that this was the mistake.
-        value: what the repaired equation gives.
-        behind: whether it is done to the result of the equation.
-        exchange: "sum" where the result is reduced over devices, "shift" where it goes to another one, "travel" and
-            "arrival" where an operand does so in each round, behind or before what reads it; else "".
+        place: the equation that is repaired.
+        number: the number of the first event at that place.
+        cost: how unlikely it is that this equation was the mistake.
+        words: what the repair does, as "psum over 'a' in place of 'b'".
+        value: the result of the repaired equation.
+        behind: whether the repair changes the result of the equation, so that the mistake is behind the equation.
+        exchange: "sum" if the repair reduces the result over devices, "shift" if it sends the result to another device,
+            "travel" or "arrival" if it sends an operand on in each round, behind or before the equation reads it; else
+            "".
     """
 
     place: Call
@@ -83,31 +97,37 @@ class Remedy(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A repair that waits to be tried, of equations that are repaired together.
+    """A repair that waits to be tried, of one equation or of several that are repaired together.
 
     Attributes:
-        number: that of the first event of the first equation.
-        calls: all equations.
-        repair: that of the first equation.
-        make_changes: the changes of all equations, in a search with other numbers too.
+        cost: how unlikely it is that the mistake is this one.
+        number: the number of the first event of the first equation.
+        calls: the equations.
+        repair: the repair of the first equation.
+        make_changes: returns the changes of all equations, for this search or for one with other numbers.
+        has_preview: whether the first equation alone shows that a repair changes nothing.
     """
 
     cost: float
     number: int
     calls: list[Call]
     repair: Repair
-    make_changes: Callable[[Search], Mapping[Any, Change]]
+    make_changes: Callable[[Search], Mapping[Any, EquationChange]]
+    has_preview: bool
 
 
 class Search:
     """Looks for repairs of a wrong result.
 
     Attributes:
-        record: the run.
-        got: the wrong result, or what differs between devices.
-        wanted: what all results must be.
-        index: which of them is wrong; None for what differs between devices.
-        runs: how many were tried.
+        programs: both programs.
+        record: what the run of the program on the mesh computed.
+        got: the wrong result, or the value that differs between devices.
+        wanted: the results of the reference.
+        index: the number of the wrong result; None for a value that differs between devices.
+        field: the arithmetic.
+        runs: how many repaired runs were tried.
+        sizes: the sizes of dims in the program, by which a result may be too large or too small.
     """
 
     def __init__(self, programs: Runs, record: Record, got: Operand, wanted: Sequence[Operand], index: int | None):
@@ -118,8 +138,10 @@ class Search:
         self.index = index
         self.field = programs.field
         self.runs = 0
+        self.sizes = _list_sizes(record)
         self._others: list[Search] | None = None
         self._goal = find_goal_of_devices(record) if index is None else find_goal(record, got)
+        # The axes and pairs of the program's ppermutes, with the line of the first ppermute of each.
         self._routes: dict[Any, str] = {}
         self._events_of: dict[Any, list[Event]] = {}
         for event in record.events:
@@ -128,128 +150,67 @@ class Search:
             if kind_of(call.equation) == "ppermute":
                 route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
                 self._routes.setdefault(route, call.line)
-        # A run ends where the wrong result is computed.
-        length = record.maker.get(id(got), len(record.events)) + 1
         # A loop that goes on may have some more rounds, but not all of its integers.
         self._most_in_a_run = _MOST_TIMES * len(record.events) + _MOST_MORE
-        self._most = min(_MOST_OF_COMPILED if self.field.compiled else MOST_RUNS, _MOST_EQUATIONS // length)
-        shapes = [x.shape for event in record.events for x in event.results]
-        sizes = {n for shape in shapes for n in shape}
-        self._sizes = sorted(sizes - {0, 1})[:6]
+        # A repaired run ends at the equation that gives the wrong result.
+        length = record.maker.get(id(got), len(record.events)) + 1
+        most_runs = _MOST_OF_COMPILED if self.field.compiled else MOST_RUNS
+        self._most_runs = min(most_runs, _MOST_EQUATIONS // length)
+
+    # Whether a repair is right
 
     def is_right(self, x: Operand, index: int) -> bool:
-        """Whether a result is the reference's."""
+        """Whether x is result number `index` of the reference."""
         a = lift_operand(self.field, x)
         b = lift_operand(self.field, self.wanted[index])
-        # What is outside of a function's domain is right nowhere.
+        # An element outside of a function's domain on one side alone is no proof of a repair.
         if a.shape != b.shape or (a.poison != b.poison).any():
             return False
         return bool(find_equal(self.field, a, b).all())
 
-    def try_changes(self, changes: Mapping[Any, Change]) -> Operand | None:
-        """What the changed equation gives, if that makes the result right."""
+    def try_changes(self, changes: Mapping[Any, EquationChange]) -> Operand | None:
+        """Runs the program with changed equations: the value of the changed equation if the result is right, else None.
+
+        `changes` has a change for each key of an equation (`Call.key`).
+        """
         self.runs += 1
         changed_run = ChangedRun(changes, self.record.values, self._goal, self._most_in_a_run)
         values = changed_run.run(self.programs.on_mesh, self.field)
-        return changed_run.changed if values and self._are_right(values) else None
+        if not values or not self._are_right(values):
+            return None
+        return changed_run.changed
 
     def _are_right(self, values: Sequence[Operand]) -> bool:
+        """Whether the values at the goal of a run are those of the reference."""
         if self.index is not None:
             return self.is_right(values[0], self.index)
-        # What a kernel hands on to its derivative leaves it, too, before or behind its results.
+        # A value differed between devices, so that all results of the kernel are compared. A kernel also returns what
+        # its derivative needs, before or behind its results: each result must be among the values at the goal.
         return all(self._is_among(values, index) for index in range(self.programs.values))
 
     def _is_among(self, values: Sequence[Operand], index: int) -> bool:
+        """Whether one of the values is result number `index` of the reference."""
         return any(self.is_right(x, index) for x in values)
 
-    def find_remedies(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
-        """The repairs that make the result right, and are about as likely as the likeliest of them.
-
-        `doubt` says how unlikely it is that the mistake is at a place.
-        """
-        remedies: list[Remedy] = []
-        previews = Previews(self.field, self.record)
-        for candidate in self._list_candidates(doubt):
-            highest = min([_UNLIKELY, *(remedy.cost + _MARGIN for remedy in remedies)])
-            if self.runs >= self._most or candidate.cost > highest:
-                break
-            repair = candidate.repair
-            # Alone, an equation of one round tells nothing of what travels.
-            single = len(candidate.calls) == 1 and not isinstance(repair.change, Travel)
-            if single and not previews.add(candidate.calls[0], repair.change):
-                continue
-            value = self.try_changes(candidate.make_changes(self))
-            if value is not None and self._is_confirmed(candidate.make_changes):
-                place = candidate.calls[0], candidate.number, candidate.cost
-                remedies.append(Remedy(*place, repair.words, value, repair.behind, repair.exchange))
-        return remedies
-
-    def _list_candidates(self, doubt: Callable[[int, bool], float]) -> list[_Candidate]:
-        """All repairs of all suspects, likely ones first."""
-        candidates: list[_Candidate] = []
-        suspects = list_suspects(self.record, self.got)
-        repairs_of = {number: self._propose(call) for number, call in suspects.items()}
-        for numbers, calls, doubt_here in rank_suspects(self.record, suspects):
-            number = numbers[0]
-            lists = [repairs_of[member] for member in numbers]
-            for positions in align_repairs(lists):
-                repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
-                cost = repairs[0].cost + doubt_here + doubt(number, repairs[0].behind)
-                # Where something travels, something else may have been left behind.
-                if repairs[0].exchange == "shift" and self._routes:
-                    cost -= 1.5
-                changes = [repair.change for repair in repairs]
-                make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
-                candidates.append(_Candidate(cost, number, calls, repairs[0], make_changes))
-            for repair, travel in self._list_travels(calls):
-                make_travel = partial(_make_travel, calls=calls, travel=travel)
-                candidates.append(_Candidate(repair.cost + doubt_here, number, calls, repair, make_travel))
-        return sorted(candidates, key=lambda candidate: (candidate.cost, candidate.number))
-
-    def _list_travels(self, calls: Sequence[Call]) -> Iterator[tuple[Repair, Travel]]:
-        """Operands that are the same in each round of a loop, and may have to travel as others do."""
-        runs = [event for call in calls for event in self._events_of.get(call.key, ())]
-        if len(runs) < 2 or not self._routes:
-            return
-        bench = Bench(self.field, calls[0], self._sizes)
-        for number, x in enumerate(runs[0].operands):
-            if not all(event.operands[number] is x for event in runs):
-                continue
-            for (names, pairs), line in self._routes.items():
-                if set(names).isdisjoint(bench.varying_axes(x)) or line == calls[0].line:
-                    continue
-                for steps, exchange in ((0, "travel"), (1, "arrival")):
-                    words = f"an operand of {calls[0].name} that travels along {quoted(names)} in each round"
-                    travel = Travel(bench, number, names, pairs, steps)
-                    yield Repair(Cost.TRAVEL, words, travel, exchange=exchange), travel
-
-    def _propose(self, call: Call) -> list[Repair]:
-        readable = self.record.readable.get(id(call.equation), ())
-        record = self.record
-        variables = readable, self._sizes, record.unread, record.definitions, record.rounds
-        return list(propose_repairs(self.field, call, *variables))
-
-    def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, Change]]) -> bool:
-        """Whether changes are right with other numbers too, of which some are larger."""
+    def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, EquationChange]]) -> bool:
+        """Whether the result is right with other numbers too."""
         return all(other.try_changes(make_changes(other)) is not None for other in self._search_others())
 
     def _search_others(self) -> list[Search]:
-        """The search with other numbers; none where these cannot be used."""
-        # Chosen inputs are chosen for a comparison: with other numbers they would be no special ones.
+        """The same search with other random numbers; an empty list where no others can be drawn."""
+        # Some inputs of this draw were chosen at the tie of a comparison. Other numbers would be at none.
         if self.field.elements:
             return []
         if self._others is None:
             self._others = []
-            settings: Any = self.field.settings
             draws = _DRAWS_OF_DECISIONS if self.field.compared else _DRAWS
             for draw in range(draws):
-                field = Field(settings[0], settings[1] + 1 + draw, *settings[2:])
-                field.folded = self.field.folded
+                field = self.field.like(seed=self.field.seed + 1 + draw)
                 self._others += self._search_again(self.programs._replace(field=field))
         return self._others
 
     def _search_again(self, programs: Runs) -> list[Search]:
-        """The search in another field, if the programs differ there."""
+        """The search in another field, as a list of one; an empty list if the wrong result is not computed there."""
         record = Record()
         programs.field.memory = StepMemory()
         try:
@@ -265,21 +226,116 @@ class Search:
             return []
         return [Search(programs, record, results[self.index], wanted, self.index)]
 
-    def find_reader(self, remedy: Remedy, variables: Sequence[Any]) -> Remedy | None:
-        """An equation that is right when it reads one of some variables in place of the value that was repaired.
+    # All repairs, in turn
 
-        A sum that the program has already is not missing: another variable is read.
+    def find_remedies(self, doubt: Callable[[int, bool], float]) -> list[Remedy]:
+        """The repairs that make the result right, and that are about as likely as the likeliest of them.
+
+        Args:
+            doubt: of the number of an event, and whether a repair is done behind its equation: how unlikely it is that
+                the mistake is there.
+        """
+        remedies: list[Remedy] = []
+        previews = Previews(self.field, self.record)
+        highest = _UNLIKELY
+        for candidate in self._list_candidates(doubt):
+            if self.runs >= self._most_runs or candidate.cost > highest:
+                break
+            repair = candidate.repair
+            if candidate.has_preview and not previews.add(candidate.calls[0], repair.change):
+                continue
+            value = self.try_changes(candidate.make_changes(self))
+            if value is None or not self._is_confirmed(candidate.make_changes):
+                continue
+            remedy = Remedy(
+                candidate.calls[0],
+                candidate.number,
+                candidate.cost,
+                repair.words,
+                value,
+                repair.behind,
+                repair.exchange,
+            )
+            remedies.append(remedy)
+            highest = min(highest, remedy.cost + _MARGIN)
+        return remedies
+
+    def _list_candidates(self, doubt: Callable[[int, bool], float]) -> list[_Candidate]:
+        """All repairs of all suspects, the likely ones first."""
+        candidates: list[_Candidate] = []
+        suspects = list_suspects(self.record, self.got)
+        repairs_of = {number: self.propose(call) for number, call in suspects.items()}
+        for numbers, calls, doubt_here in rank_suspects(self.record, suspects):
+            number = numbers[0]
+            lists = [repairs_of[member] for member in numbers]
+            for positions in align_repairs(lists):
+                repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
+                first = repairs[0]
+                cost = first.cost + doubt_here + doubt(number, first.behind)
+                if first.exchange == "shift" and self._routes:
+                    cost -= _LEFT_BEHIND
+                changes = [repair.change for repair in repairs]
+                make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
+                candidates.append(_Candidate(cost, number, calls, first, make_changes, has_preview=len(calls) == 1))
+            for repair, travel in self._list_travels(calls):
+                make_travel = partial(_make_travel, calls=calls, travel=travel)
+                # A value that travels is right in the first round: one round alone shows nothing.
+                candidate = _Candidate(repair.cost + doubt_here, number, calls, repair, make_travel, has_preview=False)
+                candidates.append(candidate)
+        candidates.sort(key=lambda candidate: (candidate.cost, candidate.number))
+        return candidates
+
+    def _list_travels(self, calls: Sequence[Call]) -> Iterator[tuple[Repair, Travel]]:
+        """Operands that are the same array in each round of a loop, and that may have to travel as other values do.
+
+        Worked example: a ring of keys, whose round is `scores = q @ k.T + bias; k = ppermute(k)`. The add reads the
+        same bias in each round, and the program has one route, that of k. The repair sends the bias along this route.
+        """
+        events = [event for call in calls for event in self._events_of.get(call.key, ())]
+        if len(events) < 2 or not self._routes:
+            return
+        bench = Bench(self.field, calls[0], self.sizes)
+        for number, x in enumerate(events[0].operands):
+            stays = all(event.operands[number] is x for event in events)
+            if not stays:
+                continue
+            varying_axes = bench.varying_axes(x)
+            for (names, pairs), line in self._routes.items():
+                if set(names).isdisjoint(varying_axes) or line == calls[0].line:
+                    continue
+                for steps, exchange in ((0, "travel"), (1, "arrival")):
+                    words = f"an operand of {calls[0].name} that travels along {quoted(names)} in each round"
+                    travel = Travel(bench, number, names, pairs, steps)
+                    yield Repair(Cost.TRAVEL, words, travel, exchange=exchange), travel
+
+    def propose(self, call: Call) -> list[Repair]:
+        """The repairs of an equation, in an order that is the same in searches with other numbers."""
+        record = self.record
+        readable = record.readable.get(id(call.equation), ())
+        repairs = propose_repairs(
+            self.field, call, readable, self.sizes, record.unread, record.definitions, record.rounds
+        )
+        return list(repairs)
+
+    # Another operand
+
+    def find_reader(self, remedy: Remedy, variables: Sequence[Any]) -> Remedy | None:
+        """An equation that is right if it reads one of `variables` in place of the value that a remedy repairs.
+
+        A sum that the program has already is not missing: an equation should read it.
+
+        Worked example: `total = psum(x)`, and later `y = x / n`, which should be total / n. A psum of x in front of the
+        division is a remedy. This is the better one: the division reads `total` in place of x.
         """
         [value] = self.record.events[remedy.number].results
         for number, call in list_suspects(self.record, self.got).items():
             event = self.record.events[number]
             readable = self.record.readable.get(id(call.equation), ())
+            candidates = [variable for variable in variables if variable in readable]
             for position, operand in enumerate(event.operands):
                 if operand is not value:
                     continue
-                for variable in variables:
-                    if variable not in readable:
-                        continue
+                for variable in candidates:
                     result = self._try_variable(call, position, variable)
                     if result is not None:
                         words = f"another operand of {call.name}"
@@ -287,31 +343,47 @@ class Search:
         return None
 
     def _try_variable(self, call: Call, position: int, variable: Any) -> Operand | None:
-        """What an equation gives of another operand, if that makes the result right with all numbers."""
+        """The value of an equation that reads `variable` as an operand, if that makes the result right; else None."""
 
-        def read_instead_of(search: Search) -> dict[Any, Change]:
-            return {call.key: read_instead(Bench(search.field, call, search._sizes), position, variable)}
+        def make_changes(search: Search) -> dict[Any, EquationChange]:
+            bench = Bench(search.field, call, search.sizes)
+            return {call.key: read_instead(bench, position, variable)}
 
-        result = self.try_changes(read_instead_of(self))
-        if result is None or not self._is_confirmed(read_instead_of):
+        result = self.try_changes(make_changes(self))
+        if result is None or not self._is_confirmed(make_changes):
             return None
         return result
 
 
+def _list_sizes(record: Record) -> list[int]:
+    """The smallest sizes of dims in a run, without 0 and 1."""
+    sizes: set[int] = set()
+    for event in record.events:
+        for x in event.results:
+            sizes.update(x.shape)
+    return sorted(sizes - {0, 1})[:6]
+
+
 def _make_changes(
-    search: Search, calls: Sequence[Call], changes: Sequence[Change], positions: Sequence[int], first: Search
-) -> dict[Any, Change]:
-    """The changes by repairs at these places in the lists of some equations, also in a search with other numbers."""
+    search: Search, calls: Sequence[Call], changes: Sequence[EquationChange], positions: Sequence[int], first: Search
+) -> dict[Any, EquationChange]:
+    """The changes of some equations, by their keys.
+
+    A change computes with the numbers of the search that made it. A search with other numbers makes its own: the
+    repairs at the same positions in the lists of the same equations.
+    """
     if search is not first:
-        repairs = [search._propose(call)[position] for call, position in zip(calls, positions, strict=True)]
-        changes = [repair.change for repair in repairs]
-    return {call.key: change for call, change in zip(calls, changes, strict=True)}
+        changes = []
+        for call, position in zip(calls, positions, strict=True):
+            changes.append(search.propose(call)[position].change)
+    keys = [call.key for call in calls]
+    return dict(zip(keys, changes, strict=True))
 
 
-def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[Any, Change]:
+def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[Any, EquationChange]:
     """The changes of an operand that travels: in each equation of an unrolled loop it has gone one device further."""
-    changes: dict[Any, Change] = {}
-    for round_, call in enumerate(calls):
-        bench = Bench(search.field, call, search._sizes)
-        changes[call.key] = replace(travel, bench=bench).in_round(round_)
+    changes: dict[Any, EquationChange] = {}
+    for round_number, call in enumerate(calls):
+        bench = Bench(search.field, call, search.sizes)
+        changes[call.key] = replace(travel, bench=bench).in_round(round_number)
     return changes

@@ -9,8 +9,8 @@ from typing import Any
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, walk
 from shardkit.testing._compare import is_float
+from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.numbers.tower import LEVELS
-from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
 
 # Measured on one core, about. An element of a result is computed modulo LEVELS primes at each point; an element of a

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardkit._arguments.checks import at_least, quoted
 from shardkit._arguments.typed import typed
-from shardkit.testing.exact.equality import describe_array
+from shardkit.testing.exact.arguments import describe_array
 
 _MOST = 16  # multiples that are tried
 

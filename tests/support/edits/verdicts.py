@@ -18,8 +18,8 @@ from shardkit._jax import compat
 from shardkit.testing._compare import is_float
 from shardkit.testing._interpreter import interpret
 from shardkit.testing.exact import assert_compiled_equal
+from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.stablehlo.listed_groups import list_groups
 from support.edits import modules
 from support.edits.kinds import KINDS, ROUNDED, Site, round_products

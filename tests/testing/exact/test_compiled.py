@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax import compat
 from shardkit.analysis.hlo.proto import read_groups
-from shardkit.testing.exact import assert_compiled_equal
+from shardkit.testing.exact import assert_compiled_equal, imported
+from shardkit.testing.exact.compiled_pair import ReplicationError
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
@@ -154,36 +155,49 @@ def test_a_reference_that_differs(mesh):
         assert_compiled_equal(jax.jit(lambda x: x.sum(0)), x, reference=lambda x: x.sum(0) * (1 + 1e-4))
 
 
+def test_integers_of_which_only_the_shape_is_given():
+    """Catches a message that names another function."""
+    shapes = jax.ShapeDtypeStruct((3,), "f"), jax.ShapeDtypeStruct((3,), np.int32)
+    with pytest.raises(ValueError, match="assert_compiled_equal: integers, booleans and keys must be given"):
+        assert_compiled_equal(jax.jit(lambda x, i: x[i]), *shapes)
+
+
 def test_a_sum_that_is_missing(mesh):
-    """A shard_map without varying types that says P() of what differs has no one value."""
+    """Catches a wrong traced program that is blamed on the compiler: P() of a value that differs has no one value."""
     function = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     x = put(mesh, draw(8, 4), "data")
-    with pytest.raises(AssertionError, match="each result of the traced program must be one array"):
+    with pytest.raises(ReplicationError, match="each result of the traced program must be one array"):
         assert_compiled_equal(jax.jit(function), x)
     with pytest.raises(AssertionError, match="not the reference's"):
         assert_compiled_equal(jax.jit(function), x, reference=lambda x: x.sum(0))
 
 
 ORDER = """
-func.func @key(%x: tensor<f32>) -> tensor<i32> {{
-  %zero = stablehlo.constant dense<{zero}> : tensor<i32>
-  %mask = stablehlo.constant dense<{mask}> : tensor<i32>
-  %bits = stablehlo.bitcast_convert %x : (tensor<f32>) -> tensor<i32>
-  %negative = stablehlo.compare {direction}, %bits, %zero : (tensor<i32>, tensor<i32>) -> tensor<i1>
-  %flipped = stablehlo.xor %mask, %bits : tensor<i32>
-  %key = stablehlo.select %negative, %flipped, %bits : tensor<i1>, tensor<i32>
-  return %key : tensor<i32>
+func.func @key(%x: tensor<f32>) -> tensor<{kind}> {{
+  %zero = stablehlo.constant dense<{zero}> : tensor<{kind}>
+  %mask = stablehlo.constant dense<{mask}> : tensor<{kind}>
+  %bits = stablehlo.bitcast_convert %x : (tensor<f32>) -> tensor<{kind}>
+  %negative = stablehlo.compare {direction}, %bits, %zero : (tensor<{kind}>, tensor<{kind}>) -> tensor<i1>
+  %flipped = stablehlo.xor %mask, %bits : tensor<{kind}>
+  %key = stablehlo.select %negative, %flipped, %bits : tensor<i1>, tensor<{kind}>
+  return %key : tensor<{kind}>
 }}
 """
 
 
 @pytest.mark.parametrize(
     ("edit", "is_order"),
-    [({}, True), ({"mask": 2147483646}, False), ({"zero": 1}, False), ({"direction": "GT"}, False)],
+    [
+        ({}, True),
+        ({"mask": 2147483646}, False),
+        ({"zero": 1}, False),
+        ({"direction": "GT"}, False),
+        ({"kind": "ui32", "mask": 4294967295}, False),
+    ],
 )
 def test_an_order_by_bits_is_that_of_floats_with_its_own_constants_alone(edit, is_order):
     """Catches a reader that takes any integers made of a float's bits for the float."""
-    text = ORDER.format(**{"zero": 0, "mask": 2147483647, "direction": "LT"} | edit)
+    text = ORDER.format(**{"zero": 0, "mask": 2147483647, "direction": "LT", "kind": "i32"} | edit)
     with compat.private("interpreters.mlir.make_ir_context")():
         module = compat.private("interpreters.mlir.ir").Module.parse(text)
         *_, last = module.body.operations[0].regions[0].blocks[0].operations
@@ -263,6 +277,48 @@ def test_the_axes_over_which_groups_run(groups, axes):
     assert _find_axes({"a": 2, "b": 2, "c": 2}, np.asarray(groups)) == axes
 
 
+def test_devices_in_another_order_have_no_axis_of_the_module():
+    """Catches a spec that is read along an axis which is named alike, but has the devices in another order."""
+    devices = jax.devices()[:4]
+    backwards = jax.sharding.NamedSharding(sk.make_mesh(devices[::-1], device=4), P("device"))
+    assert imported.find_mesh([backwards], devices) is None
+    layout = imported.make_layout(backwards, jax.ShapeDtypeStruct((8,), "f"), devices, {"device": 4})
+    assert layout.spec is None
+    assert layout.starts.tolist() == [[6], [4], [2], [0]]
+
+
+FAR_START = """
+func.func @main(%x: tensor<8xf32>, %start: tensor<ui32>) -> tensor<2xf32> {
+  %piece = stablehlo.dynamic_slice %x, %start, sizes = [2] : (tensor<8xf32>, tensor<ui32>) -> tensor<2xf32>
+  return %piece : tensor<2xf32>
+}
+"""
+
+
+@pytest.mark.parametrize(("start", "first"), [(3, 3), (2**31 + 5, 6)])
+def test_a_start_beyond_the_largest_int32(start, first):
+    """Catches a start that becomes negative, and so is clamped to the other end."""
+    [piece] = run_text(FAR_START, np.arange(8, dtype="f"), jnp.uint32(start))
+    assert piece.tolist() == [first, first + 1]
+
+
+TOTAL_ORDER = """
+func.func @main(%x: tensor<f32>, %y: tensor<f32>) -> tensor<i1> {{
+  %result = stablehlo.compare {direction}, %x, %y, TOTALORDER : (tensor<f32>, tensor<f32>) -> tensor<i1>
+  return %result : tensor<i1>
+}}
+"""
+
+
+def test_equality_in_the_total_order_is_refused():
+    """Catches -0 and 0, which are other numbers in this order, as equal ones."""
+    zeros = np.float32(-0.0), np.float32(0.0)
+    [is_less] = run_text(TOTAL_ORDER.format(direction="LT"), *zeros)
+    assert bool(is_less)
+    with pytest.raises(UnreadableError, match="compare EQ in the total order"):
+        run_text(TOTAL_ORDER.format(direction="EQ"), *zeros)
+
+
 ADDED_AS_FLOAT32 = """
 func.func @main(%x: tensor<3xbf16>) -> tensor<bf16> {
   %zero = stablehlo.constant dense<0.0> : tensor<bf16>
@@ -321,9 +377,12 @@ def test_a_folded_constant_is_of_those_that_were_lost(mesh):
     assert_compiled_equal(jax.jit(scale), put(mesh, draw(8, 4), "data"))
 
 
-def test_a_chain_of_constants_is_not_decided(mesh):
+@pytest.mark.parametrize("factors", [(0.9, 1.1, 0.37, 1.7, 0.77, 1.3), (1.1,) * 60], ids=["short", "long"])
+def test_a_chain_of_constants_is_not_decided(mesh, factors):
+    """Catches a right program that is refuted, because float32 rounds sixty products by more than one in a million."""
+
     def scale(x):
-        for factor in (0.9, 1.1, 0.37, 1.7, 0.77, 1.3):
+        for factor in factors:
             x = x * np.float32(factor)
         return x
 

@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
+from shardkit.testing.exact.certificate import ASSUMED
 from shardkit.testing.exact.coverage import EQUALITY, Coverage
 from shardkit.testing.exact.draws import STEP, equal
-from shardkit.testing.exact.equality import ASSUMED
+from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.errors import RedrawError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.tower import PRIMES
-from shardkit.testing.exact.program_pair import UnprovableError
 from shardkit.testing.exact.size import check_size
 from support.refusals import raises, refusals, refused, value_error
 
@@ -158,6 +158,28 @@ def test_an_untiled_exchange_of_two_dims_has_no_derivative():
     assert (
         message.endswith("has two axes. Pass tiled=True to it, or grad=False here.") and "test_equality.py:" in message
     )
+
+
+def test_an_exchange_of_integers_needs_no_derivative():
+    """Catches an exchange that is blamed for the error of a function."""
+
+    @jax.custom_vjp
+    def scale(x):
+        return 2 * x
+
+    def refuse(_, cotangent):
+        raise ValueError("scale has no gradient")
+
+    scale.defvjp(lambda x: (2 * x, None), refuse)
+
+    def kernel(x, tokens):
+        return scale(x) + lax.all_to_all(tokens, "data", 0, 1).sum().astype(x.dtype)
+
+    x, tokens = np.zeros(4, "f"), np.ones((16, 3), np.int32)
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    options = {"in_specs": P("data"), "out_specs": P("data"), "args": (x, tokens)}
+    with pytest.raises(ValueError, match="scale has no gradient"):
+        assert_equal_for_all_inputs(kernel, lambda x, tokens: 2 * x + 12, mesh=mesh, **options)
 
 
 def test_equal_sentences_of_a_certificate_are_one():

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +71,19 @@ ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _MOST_KEPT = 64  # elements of a constant that is kept
 
 
+class Settings(NamedTuple):
+    """The arguments that a field is made of; `Field` says what each of them is."""
+
+    points: int
+    seed: int
+    shallow: bool = False
+    order: int | None = None
+    kind: str = KINDS[0]
+    scale: float = 1.0
+    levels: int = LEVELS
+    laws_of_roots: bool = False
+
+
 class Field:
     """A field at `points` random points that `seed` draws.
 
@@ -83,7 +96,7 @@ class Field:
             changes its answer (a maximum of equal numbers), and the others are of the other kind.
         scale: by what normal inputs are multiplied.
         levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
-        settings: the arguments it was made of.
+        settings: the arguments that this field was made of.
         marks: which integers follow from floats.
         computed: which float constants the programs computed, and how.
         uninterpreted: the functions that were applied without a law, by name.
@@ -129,7 +142,7 @@ class Field:
         levels: int = LEVELS,
         laws_of_roots: bool = False,
     ):
-        self.settings = (points, seed, shallow, order, kind, scale, levels, laws_of_roots)
+        self.settings = Settings(points, seed, shallow, order, kind, scale, levels, laws_of_roots)
         self.points = points
         self.seed = seed
         self.shallow = shallow
@@ -304,23 +317,28 @@ class Field:
             roots = np.where(special, NO_ROOT, roots)
         return Exact(number, facts, real, factor, x.degree, roots, x.is_power)
 
-    def with_laws_of_roots(self) -> Field:
-        """The same field without what it has noted, in which multiples of roots are followed through products."""
-        points, seed, shallow, order, kind, scale, levels, _ = self.settings
-        other = Field(points, seed, shallow, order, kind, scale, levels, laws_of_roots=True)
+    def like(self, **changes: Any) -> Field:
+        """A field of the same settings but for `changes`, with the same inputs and constants, which has noted nothing.
+
+        Worked example: of a field of two points with the seed 5, `field.like(seed=6)` has two other points.
+        """
+        other = Field(*self.settings._replace(**changes))
         other.centres = self.centres
         other.elements = self.elements
         other.folded = self.folded
+        return other
+
+    def with_laws_of_roots(self) -> Field:
+        """The same field, which has noted nothing, and in which multiples of roots are followed through products."""
+        other = self.like(laws_of_roots=True)
         # The other field reads degrees of this one's roots, which name divisions by their numbers: it counts on from
         # them, so that a division of its own gets no number twice.
         other._divisions = self._divisions
         return other
 
     def with_folded(self, folded: Mapping[Constant, Folded]) -> Field:
-        """The same field without what it has noted, in which some constants stand for what they were computed of."""
-        other = Field(*self.settings)
-        other.centres = self.centres
-        other.elements = self.elements
+        """The same field, which has noted nothing, and in which some constants stand for what they were computed of."""
+        other = self.like()
         other.folded = {**self.folded, **folded}
         return other
 

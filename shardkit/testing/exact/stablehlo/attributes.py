@@ -46,9 +46,9 @@ def read_shape(operation: Any, result: int = 0) -> tuple[int, ...]:
     return tuple(operation.results[result].type.shape)
 
 
-def read_dtype(operation: Any, result: int = 0) -> Any:
-    """The numpy dtype of a result."""
-    name = str(operation.results[result].type.element_type)
+def read_dtype(operation: Any) -> Any:
+    """The numpy dtype of the first result."""
+    name = str(operation.results[0].type.element_type)
     if name not in DTYPES:
         raise UnreadableError(f"an array of {name}")
     return DTYPES[name]

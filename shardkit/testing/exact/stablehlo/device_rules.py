@@ -16,7 +16,6 @@ the order of the group. So a wrong group or a wrong order of its devices are oth
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardkit.analysis.hlo.groups import axes_of
 from shardkit.testing.exact.stablehlo.attributes import (
     UnreadableError,
     find_body,
@@ -71,20 +71,20 @@ def _find_group(reader: BlockReader, operation: Any) -> _Group:
 
 
 def _find_axes(mesh: dict[str, int], groups: np.ndarray) -> tuple[str, ...] | None:
-    """The mesh axes over which groups run, their devices in the order of the mesh; None if there are none.
+    """The mesh axes over which groups run, their devices in the order of the mesh; None if there are no such axes.
 
-    For example data=2, model=2: the groups {0, 2} and {1, 3} run over data, {2, 0} and {1, 3} over no axes.
+    For example data=2, model=2: the groups {0, 2} and {1, 3} run over data, {2, 0} and {1, 3} over no axes, because the
+    devices of the first group are in another order.
     """
-    numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    listed = {tuple(group) for group in groups.tolist()}
-    for count in range(1, len(mesh) + 1):
-        for dims in itertools.combinations(range(len(mesh)), count):
-            table = np.moveaxis(numbers, dims, range(-count, 0)).reshape(
-                -1, math.prod(numbers.shape[dim] for dim in dims)
-            )
-            if {tuple(group) for group in table.tolist()} == listed:
-                return tuple(list(mesh)[dim] for dim in dims)
-    return None
+    listed = tuple(tuple(group) for group in groups.tolist())
+    is_in_order = all(group == tuple(sorted(group)) for group in listed)
+    if not is_in_order or groups.size != math.prod(mesh.values()):
+        return None
+    axes, _ = axes_of("all_reduce", listed, tuple(mesh.items()))
+    # Groups that run over a part of an axis have a name that is none of the mesh.
+    if not axes or not set(axes) <= mesh.keys():
+        return None
+    return axes
 
 
 _BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter")

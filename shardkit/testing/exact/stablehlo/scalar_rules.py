@@ -13,11 +13,13 @@ from jax import lax
 from shardkit._jax import compat
 from shardkit.testing.exact.stablehlo.attributes import (
     DTYPES,
+    UnreadableError,
     find_body,
     find_definition,
     read_constant,
     read_dtype,
     read_integer,
+    read_integers,
     read_shape,
 )
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
@@ -52,33 +54,46 @@ def _make_iota(reader: BlockReader, operation: Any) -> Any:
 
 
 def _compare(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
+    """Compares numbers; floats also in IEEE's total order, in which -0 is less than 0, and infinity less than NaN."""
     direction = compat.hlo_text(operation.attributes["comparison_direction"])
     first, second = [_find_total_order(value) for value in operation.operands]
-    total = first is not None and second is not None
-    if total:
-        x = reader.values[first]
-        y = reader.values[second]
-    elif "compare_type" in operation.attributes:
-        total = compat.hlo_text(operation.attributes["compare_type"]) == "TOTALORDER"
-    if total and jnp.issubdtype(x.dtype, jnp.floating):
-        # jax has "less" and "at most" of this order alone, so the operands of the other two change places.
-        if direction in ("GT", "GE"):
-            x, y = y, x
-        if direction in ("LT", "GT"):
-            return compat.less_in_total_order(x, y)
-        if direction in ("LE", "GE"):
-            return compat.at_most_in_total_order(x, y)
+    if first is not None and second is not None and direction in _ORDERINGS:
+        return _compare_in_total_order(direction, reader.values[first], reader.values[second])
+    has_type = "compare_type" in operation.attributes
+    is_total = has_type and compat.hlo_text(operation.attributes["compare_type"]) == "TOTALORDER"
+    if is_total and jnp.issubdtype(x.dtype, jnp.floating):
+        if direction not in _ORDERINGS:
+            raise UnreadableError(f"stablehlo.compare {direction} in the total order")
+        return _compare_in_total_order(direction, x, y)
     return _COMPARISONS[direction](x, y)
+
+
+def _compare_in_total_order(direction: str, x: Any, y: Any) -> Any:
+    # jax has "less" and "at most" of this order alone, so that the operands of the other two change places.
+    if direction in ("GT", "GE"):
+        x, y = y, x
+    if direction in ("LT", "GT"):
+        return compat.less_in_total_order(x, y)
+    return compat.at_most_in_total_order(x, y)
+
+
+_ORDERINGS = ("LT", "LE", "GT", "GE")
 
 
 _COMPARISONS = {"EQ": lax.eq, "NE": lax.ne, "LT": lax.lt, "LE": lax.le, "GT": lax.gt, "GE": lax.ge}
 
 
 def _find_total_order(value: Any) -> Any:
-    """The float that an integer orders as IEEE's total order does; None if it does not.
+    """The float whose place in IEEE's total order an integer is; None if the integer is something else.
 
-    A compiler for CPUs writes the order of floats by their bits: of the bits b of x it compares b where they are not
-    negative, and b ^ 0x7fffffff where they are.
+    A compiler for CPUs writes the order of floats by their bits, as signed integers. Of the bits b of x it compares b
+    where b is not negative, and b ^ 0x7fffffff where b is negative. Worked example:
+
+        x       b               the integer
+        2.0      0x40000000      0x40000000 =  1073741824
+        1.0      0x3f800000      0x3f800000 =  1065353216
+        -1.0    -0x40800000     -0x3f800001 = -1065353217
+        -2.0    -0x40000000     -0x40000001 = -1073741825
     """
     select = find_definition(value, "stablehlo.select")
     if select is None:
@@ -96,11 +111,18 @@ def _find_total_order(value: Any) -> Any:
         return None
     if compat.hlo_text(test.attributes["comparison_direction"]) != "LT" or read_constant(zero) != 0:
         return None
-    largest = np.iinfo(DTYPES[str(plain.type.element_type)]).max
-    is_float = jnp.issubdtype(DTYPES[str(bits.operands[0].type.element_type)], jnp.floating)
-    if not is_float or read_constant(masks[0]) != largest:
+    number = bits.operands[0]
+    integer = DTYPES[str(plain.type.element_type)]
+    is_float = jnp.issubdtype(DTYPES[str(number.type.element_type)], jnp.floating)
+    if not is_float or not jnp.issubdtype(integer, jnp.signedinteger):
         return None
-    return bits.operands[0]
+    if read_constant(masks[0]) != jnp.iinfo(integer).max:
+        return None
+    # An `mhlo.bitcast` may change the shape or the layout too: then the float's elements are at other places.
+    layouts = [read_integers(bits, name) for name in ("source_layout", "result_layout")]
+    if list(number.type.shape) != list(plain.type.shape) or layouts[0] != layouts[1]:
+        return None
+    return number
 
 
 def _select(reader: BlockReader, operation: Any, which: Any, yes: Any, no: Any) -> Any:

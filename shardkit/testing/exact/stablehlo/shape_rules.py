@@ -80,15 +80,26 @@ def _pad(reader: BlockReader, operation: Any, x: Any, filling: Any) -> Any:
 def _slice_dynamically(reader: BlockReader, operation: Any, x: Any, *starts: Any) -> Any:
     # Starts of a module count from the front, and are clamped.
     sizes = read_integers(operation, "slice_sizes")
-    return compat.dynamic_slice(x, _as_signed(starts), sizes)
+    return compat.dynamic_slice(x, _as_int32(starts, x.shape), sizes)
 
 
 def _update_dynamically(reader: BlockReader, operation: Any, x: Any, update: Any, *starts: Any) -> Any:
-    return compat.dynamic_update_slice(x, update, _as_signed(starts))
+    return compat.dynamic_update_slice(x, update, _as_int32(starts, x.shape))
 
 
-def _as_signed(starts: Sequence[Any]) -> list[Any]:
-    return [lax.convert_element_type(start, np.int32) for start in starts]
+def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    """The starts of a slice as int32, which jax takes; each is clamped to its dim if it may be too large for int32.
+
+    Worked example: the start 2**31 in uint32 is beyond the end of a dim of 8, and is clamped to 8. As int32 it would be
+    -2**31, before the beginning.
+    """
+    converted = []
+    for start, size in zip(starts, shape, strict=True):
+        dtype = np.dtype(start.dtype)
+        if not np.can_cast(dtype, np.int32):
+            start = lax.clamp(np.zeros((), dtype), start, np.asarray(size, dtype))
+        converted.append(lax.convert_element_type(start, np.int32))
+    return converted
 
 
 def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:

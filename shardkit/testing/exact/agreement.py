@@ -1,0 +1,84 @@
+"""Whether results that are other numbers of the field have the same real values: then nothing is decided.
+
+Such results may be equal by a law that the field does not know, or because a side computed constants in floats. Nothing
+of it is a proof, and nothing is a mistake.
+
+Worked example: `exp(x)**0.5` and `exp(x / 2)`. Where no law of roots applies, the two are other numbers of the field.
+Their real values at x = 1.7 are 2.3396468519 and 2.3396468519: not decided. A kernel that returns `exp(x / 2) * 1.0001`
+has another real value: it is refuted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardkit.testing.exact.coverage import ALONE, ON_MESH
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.values import OUTSIDE, Exact
+from shardkit.testing.exact.rules.linear_algebra import FACTORS
+
+# By how large a share real values may differ by rounding alone: in float64; where factors of matrices magnify that; and
+# in float32, where functions of constants were computed in it.
+_ROUNDS, _ROUNDS_OF_FACTORS, _ROUNDS_OF_FLOATS = 1e-13, 1e-9, 1e-6
+# A compiler folds a chain of constants in float32, which rounds in each step: 1.1 sixty times gives 1.3e-6.
+_ROUNDS_OF_CHAINS = 1e-5
+
+
+def agree(field: Field, x: Exact, y: Exact) -> bool:
+    """Whether two results have the same real values, but for rounding."""
+    rounds = _ROUNDS
+    if field.compiled and _have_other_constants(field):
+        rounds = _ROUNDS_OF_CHAINS
+    elif rounds_in_float32(field):
+        rounds = _ROUNDS_OF_FLOATS
+    elif field.uninterpreted & FACTORS:
+        rounds = _ROUNDS_OF_FACTORS
+    return _are_close(field, x, y, rounds)
+
+
+def agree_in_float32(field: Field, x: Exact, y: Exact) -> bool:
+    """Whether two results have the same real values, but for rounding of float32."""
+    return _are_close(field, x, y, _ROUNDS_OF_FLOATS)
+
+
+def rounds_in_float32(field: Field) -> bool:
+    """Whether the sides may have computed constants in float32 in other ways.
+
+    A compiler does. In traced programs the sides may have other functions of constants: log(2) + log(3) is not log(6)
+    in float32.
+    """
+    return field.compiled or field.rounded_values.get(ON_MESH) != field.rounded_values.get(ALONE)
+
+
+def describe_missing_law(field: Field) -> str:
+    """The end of the message that nothing is decided: the functions whose laws a proof does not know, and a remedy."""
+    names = {*field.uninterpreted, *field.rounded}
+    if field.logs:
+        names.add("log")
+    *first, last = sorted(names) or ["constants"]
+    listed = f"{', '.join(first)} or {last}" if first else last
+    return (
+        f". An identity of {listed} is missing: write that part alike on both sides, or compare floats with "
+        "assert_matches_reference."
+    )
+
+
+def _have_other_constants(field: Field) -> bool:
+    """Whether the sides have other float constants, as products that a compiler computed."""
+    on_mesh = field.constants.get(ON_MESH, set())
+    alone = field.constants.get(ALONE, set())
+    return any(np.dtype(dtype).kind == "f" for _, dtype in on_mesh ^ alone)
+
+
+def _are_close(field: Field, x: Exact, y: Exact, rounds: float) -> bool:
+    """Whether real values differ by no more than such a share of the element, or of the largest one."""
+    # An order has no real values.
+    if field.order is not None:
+        return False
+    compared = (x.poison != OUTSIDE) & (y.poison != OUTSIDE)
+    a = x.real[0][compared]
+    b = y.real[0][compared]
+    if not np.isfinite(a).all() or not np.isfinite(b).all():
+        return False
+    largest = np.abs(b).max(initial=0.0)
+    return bool((np.abs(a - b) <= rounds * np.maximum(np.abs(b), largest)).all())

@@ -1,0 +1,84 @@
+"""Which elements of the results were compared in all runs, and which were no number.
+
+Worked example: the result `log(x)` of x [3] in two draws. An element that is negative in a draw is outside of the
+domain of the logarithm, and is not compared there.
+
+    x                   log(x)                      compared so far
+    (2, 3, -1)          number, number, outside     element 0 and 1
+    (1, -2, 4)          number, outside, number     all elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.values import OUTSIDE, Exact
+
+
+@dataclass
+class ComparedElements:
+    """What the runs so far have compared, for each result by its name.
+
+    Attributes:
+        included: bool [...], which elements were compared in some draw.
+        numbers: bool [...], which elements were numbers on both sides in some run.
+        no_number: how many elements were no numbers on both sides, and how many elements there are.
+        alone: how many elements were outside of a domain on one side alone, at most, and how many there are.
+        alone_at_zeros: the same of draws whose inputs were chosen, as zeros of a divisor.
+        outside: the line where a value was first outside of the domain of a function; "" if none was.
+        are_defined: whether in some draw no element of any result was outside of a domain on one side alone.
+    """
+
+    included: dict[str, np.ndarray] = field(default_factory=dict)
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)
+    no_number: dict[str, tuple[int, int]] = field(default_factory=dict)
+    alone: dict[str, tuple[int, int]] = field(default_factory=dict)
+    alone_at_zeros: dict[str, tuple[int, int]] = field(default_factory=dict)
+    outside: str = ""
+    are_defined: bool = False
+
+    def find_excluded(self) -> str:
+        """The name of a result of which an element was never compared; "" if there is none."""
+        for name, included in self.included.items():
+            if not included.all():
+                return name
+        return ""
+
+    def note_numbers(self, name: str, a: Exact, b: Exact) -> None:
+        """Notes which elements of a result are numbers on both sides."""
+        are_numbers = (a.poison == 0) & (b.poison == 0)
+        self.numbers[name] = are_numbers | self.numbers.get(name, False)
+
+    def note_compared(self, name: str, a: Exact, b: Exact) -> None:
+        """Notes which elements of a result were compared, in a draw of inputs that were not chosen."""
+        compared = ~are_outside(a, b)
+        self.included[name] = compared | self.included.get(name, False)
+        no_number = (a.poison > 0) & (b.poison > 0) & compared
+        if no_number.any():
+            self.no_number[name] = int(no_number.sum()), no_number.size
+
+    def note_alone(self, name: str, a: Exact, b: Exact, planted: bool) -> bool:
+        """Notes elements that are outside of a domain on one side, and numbers on the other: whether there are none.
+
+        `planted` says whether the inputs of the draw were chosen, as zeros of a divisor.
+        """
+        alone = ((a.poison == OUTSIDE) & (b.poison == 0)) | ((b.poison == OUTSIDE) & (a.poison == 0))
+        if not alone.any():
+            return True
+        counts = self.alone_at_zeros if planted else self.alone
+        most, _ = counts.get(name, (0, 0))
+        counts[name] = max(most, int(alone.sum())), alone.size
+        return False
+
+
+def are_outside(a: Exact, b: Exact) -> np.ndarray:
+    """bool [...]: where a side is outside of the domain of a function, so that nothing is compared."""
+    return (a.poison == OUTSIDE) | (b.poison == OUTSIDE)
+
+
+def are_any_outside(pairs: Sequence[tuple[Exact, Exact]]) -> bool:
+    """Whether some element of some result is not compared."""
+    return any(are_outside(a, b).any() for a, b in pairs)

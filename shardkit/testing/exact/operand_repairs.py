@@ -1,0 +1,216 @@
+"""Repairs of what an equation reads: another variable of the program, as an operand, a factor or a term.
+
+Worked example: a router computes the weights of experts, and nothing reads them. The result should be multiplied by the
+weights (`repair_unread`), or a later equation reads another array of their shape in their place (`repair_operand`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from shardkit.testing._compare import is_float
+from shardkit.testing.exact.numbers.arithmetic import multiply
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.repairs import (
+    Bench,
+    Cost,
+    EquationChange,
+    FunctionChange,
+    Repair,
+    Values,
+    replace_item,
+    trace_equation,
+)
+from shardkit.testing.exact.rules.operands import Operand, lift_operand
+
+_MOST_VARIABLES = 6
+_TERMS = (lax.add, lax.sub, lax.mul, lax.div)
+
+
+def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+    """Behind the equation a term or a factor that no equation of the kernel reads, with some dims of the result.
+
+    Worked example: the weights [4] of candidates, by which `jnp.exp(x @ candidates.T)`, [3, 4], should be divided.
+    """
+    aval = bench.call.equation.outvars[0].aval
+    if not is_float(aval):
+        return
+    shape = bench.shape(bench.result)
+    for variable in readable:
+        if variable not in unread or getattr(variable.aval, "dtype", None) != aval.dtype:
+            continue
+        for added in _list_added_dims(variable.aval.shape, shape):
+            for function in _TERMS:
+                equation = trace_equation(function, aval, 2)
+                words = f"{equation.primitive.name} of {bench.call.name} and what nothing reads"
+                change = _combine_with(bench, equation, variable, added)
+                yield Repair(Cost.UNREAD_FACTOR, words, change, behind=True)
+
+
+def _list_added_dims(shape: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The dims, counted from the end, that an array lacks to broadcast against a target: one tuple for each way.
+
+    Worked example: [4] against [3, 4] lacks dim -2: [(-2,)]. Against [4, 4] it may lack either: [(-1,), (-2,)].
+    """
+    ways = []
+    rank = len(target)
+    for dims in itertools.combinations(range(rank), len(shape)):
+        if shape == tuple(target[dim] for dim in dims):
+            ways.append(tuple(dim - rank for dim in range(rank) if dim not in dims))
+    return ways
+
+
+def repair_term(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
+    """Behind the equation a sum, difference, product or quotient of the result and another variable of its type."""
+    aval = bench.call.equation.outvars[0].aval
+    alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
+    for variable, function in itertools.product(_select(alike), _TERMS):
+        equation = trace_equation(function, aval, 2)
+        words = f"{equation.primitive.name} of {bench.call.name} and another value"
+        yield Repair(Cost.FACTOR, words, _combine_with(bench, equation, variable), behind=True)
+
+
+def _combine_with(bench: Bench, equation: Any, variable: Any, added: tuple[int, ...] = ()) -> EquationChange:
+    """The function of the result and another variable, which gets dims `added` of size 1, counted from the end."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        x = lift_operand(bench.field, values[variable])
+        if added:
+            x = x.move(lambda part: np.expand_dims(part, added))
+        return bench.interpreter.step(equation, [results[0], x])
+
+    return change
+
+
+def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+    """Another variable in place of an operand, or as a factor of an operand.
+
+    A variable that no equation reads is likely to be the one that should be read.
+
+    Worked example: `shifted = ppermute(x)`, and behind it `y = x * 2`, where nothing reads `shifted`. The likeliest
+    repair of the mul reads `shifted` in place of x.
+    """
+    name = bench.call.name
+    for number, operand in enumerate(bench.call.equation.invars):
+        others = [variable for variable in readable if variable is not operand]
+        alike = [variable for variable in others if _is_alike(variable.aval, operand.aval)]
+        unread_alike = [variable for variable in alike if variable in unread]
+        candidates = _select(alike)
+        for variable in unread_alike:
+            yield Repair(Cost.UNREAD, f"another operand of {name}", read_instead(bench, number, variable))
+        for variable in candidates:
+            if variable not in unread:
+                yield Repair(Cost.OPERAND, f"another operand of {name}", read_instead(bench, number, variable))
+        if name not in ("add", "sub", "mul", "dot_general") or not is_float(operand.aval):
+            continue
+        # An unread factor [t] of an operand [t, d] may be missing, too.
+        for variable in others:
+            if variable in unread and _is_leading(variable.aval, operand.aval):
+                words = f"another factor of {name}"
+                yield Repair(Cost.UNREAD_FACTOR, words, _multiply_operand(bench, number, variable))
+        if not isinstance(bench.call.operands[number], Exact):
+            continue
+        # The operand may be its own factor, as in a square. The square of a literal is another literal.
+        if not hasattr(operand, "val"):
+            candidates = [*candidates, operand]
+        for variable in candidates:
+            if variable not in unread:
+                yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
+
+
+def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Iterator[Repair]:
+    """The arrays of the rounds before or after, where the arrays of an unrolled loop's rounds are stacked.
+
+    Worked example: the last of two stages has its first result after tick 1. Of three microbatches, `done[:3]` has the
+    results of the ticks 0, 1 and 2, in place of 1, 2 and 3.
+    """
+    name = bench.call.name
+    if name not in ("concatenate", "stack"):
+        return
+    operands = bench.call.equation.invars
+    series = _find_series(operands, rounds)
+    if not series:
+        return
+    positions = [series.index(variable) for variable in operands]
+    for distance, words in ((1, "later"), (-1, "earlier")):
+        others = [position + distance for position in positions]
+        if min(others) < 0 or max(others) >= len(series):
+            continue
+        variables = [series[other] for other in others]
+        if all(variable in readable for variable in variables):
+            yield Repair(Cost.INDEX, f"{name} of what rounds one {words} made", _read_all(bench, variables))
+
+
+def _find_series(atoms: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Sequence[Any]:
+    """The variables of all rounds of an unrolled loop, of which each atom is one; empty if that is not so."""
+    series: Sequence[Any] | None = None
+    for atom in atoms:
+        is_literal = hasattr(atom, "val")
+        if is_literal or atom not in rounds:
+            return ()
+        if series is not None and rounds[atom] is not series:
+            return ()
+        series = rounds[atom]
+    return series or ()
+
+
+def _read_all(bench: Bench, variables: Sequence[Any]) -> EquationChange:
+    """Reads other variables as all operands."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return bench.rerun([values[variable] for variable in variables])
+
+    return change
+
+
+def read_instead(bench: Bench, number: int, variable: Any) -> EquationChange:
+    """Reads another variable as operand `number`."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return bench.rerun(replace_item(operands, number, values[variable]))
+
+    return change
+
+
+def _multiply_operand(bench: Bench, number: int, variable: Any) -> EquationChange:
+    """Multiplies operand `number` by another variable, which has the first dims of that operand."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        x = lift_operand(bench.field, operands[number])
+        factor = lift_operand(bench.field, values[variable])
+        missing = len(x.shape) - len(factor.shape)
+        if missing:
+            factor = factor.move(lambda part: part.reshape(part.shape + (1,) * missing))
+        return bench.rerun(replace_item(operands, number, multiply(bench.field, x, factor)))
+
+    return change
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    """Whether two types are arrays of the same shape and dtype."""
+    are_arrays = hasattr(a, "shape") and hasattr(b, "shape")
+    return are_arrays and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _is_leading(a: Any, b: Any) -> bool:
+    """Whether the type a has the dtype of b, and the first dims of b or all of them."""
+    shape = getattr(a, "shape", None)
+    if not shape or getattr(a, "dtype", None) != getattr(b, "dtype", None):
+        return False
+    return shape == b.shape[: len(shape)]
+
+
+def _select(variables: list[Any]) -> list[Any]:
+    """The first two and the last four of many variables: inputs, and results of the equations just before."""
+    if len(variables) <= _MOST_VARIABLES:
+        return variables
+    return [*variables[:2], *variables[-4:]]

@@ -1,0 +1,205 @@
+"""Which of several remedies is the likeliest mistake, and the sentence that names its line.
+
+A wrong result often has several repairs. Worked example: `y = x / n` on line 3 and `z = y * w` on line 4, where n
+should be the number of devices.
+
+    line 3, div times 2     cost 1.5
+    line 4, mul times 2     cost 1.5, and as right
+    the message             The mistake is at kernel.py:3 or kernel.py:4: with div times 2, ..., it is right
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from shardkit._jax.jaxprs import kind_of
+from shardkit.testing.exact.forms import digest_value
+from shardkit.testing.exact.known_values import KNOWN, KNOWN_BEFORE, PASS, KnownValues
+from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.search import Remedy, Search
+
+# Repairs whose doubts differ by no more are about as likely.
+_ALIKE = 0.25
+# A sum over devices is missing behind one of these, with which a device reduces its own elements, more often than
+# behind another equation.
+_REDUCES = ("reduce_sum", "reduce_max", "reduce_min", "dot_general", "scatter-add")
+
+
+class RemedyChoice:
+    """Finds the remedies of a wrong result, and chooses the likeliest mistake.
+
+    Attributes:
+        values: the values of both runs.
+        search: the search for a repair.
+        got: the wrong result, or the value that differs between devices.
+        doubts: how unlikely it is that the mistake is at an event, by the number of the event.
+    """
+
+    def __init__(self, values: KnownValues, search: Search, got: Operand, doubts: Mapping[int, float]):
+        self.values = values
+        self.search = search
+        self.got = got
+        self.doubts = doubts
+        self._lines_of_collectives: set[str] = set()
+        # Only the events from which the result follows: a gradient has collectives on the lines of its casts.
+        for number in values.record.find_causes([got]):
+            event = values.record.events[number]
+            if kind_of(event.place.equation):
+                self._lines_of_collectives.add(event.place.line)
+
+    def find(self) -> list[Remedy]:
+        """The repairs that make the result right."""
+        last = self.values.find_last_known(self.got, self.doubts)
+
+        def doubt(number: int, behind: bool) -> float:
+            # Behind the last value that the reference has, a mistake is not so unlikely.
+            highest = KNOWN_BEFORE if behind and number in last else KNOWN
+            return min(self.doubts.get(number, 0.0), highest)
+
+        return self.search.find_remedies(doubt)
+
+    def choose(self, remedies: list[Remedy]) -> Remedy:
+        """The likeliest of some remedies; of equals, one on the line with most remedies, then the first."""
+        votes = Counter(remedy.place.line for remedy in remedies)
+        return min(remedies, key=lambda remedy: (self._doubt(remedy), -votes[remedy.place.line], remedy.number))
+
+    def describe(self, remedies: list[Remedy]) -> str:
+        """The line of the mistake, often with a second line that may be it, and the repair in words."""
+        best = self.choose(remedies)
+        lines = [best.place.line]
+        line_of_travel = self._find_line_of_travel(best)
+        if line_of_travel:
+            lines.insert(0, line_of_travel)
+        else:
+            reader = self._find_better_reader(best)
+            if reader is not None:
+                best = reader
+                lines.insert(0, reader.place.line)
+            else:
+                lines += self._list_second_lines(best, remedies)
+        words = best.words
+        if not words.startswith("without"):
+            words = f"with {words}"
+        return f"The mistake is at {' or '.join(dict.fromkeys(lines))}: {words}, it is right"
+
+    def _doubt(self, remedy: Remedy) -> float:
+        """How unlikely a remedy is, from its cost and from its place in the program."""
+        doubt = remedy.cost
+        place = remedy.place
+        if remedy.exchange == "sum" and place.primitive in _REDUCES:
+            doubt -= 0.5
+        # A repair is likelier if the reference computes the value of the repaired equation, too.
+        if self._is_computed(remedy):
+            doubt -= 0.5
+        # A counter that a loop reads is the same on all devices: the equations of a round, which make it the place of a
+        # device, are more often wrong.
+        if remedy.behind and place.primitive == "iota" and self._is_scanned(remedy):
+            doubt += 0.5
+        # So are the equations beside a collective.
+        reads_collective = remedy.number in self.values.near and not remedy.behind
+        is_beside_collective = remedy.behind and place.line in self._lines_of_collectives
+        if reads_collective or is_beside_collective:
+            doubt -= 0.25
+        return doubt
+
+    def _is_scanned(self, remedy: Remedy) -> bool:
+        """Whether the rounds of a loop read the result of an equation."""
+        events = self.values.record.events
+        [result] = events[remedy.number].results
+        rounds = [event for event in events if event.place.primitive == "scan"]
+        return any(x is result for event in rounds for x in event.operands)
+
+    def _is_computed(self, remedy: Remedy) -> bool:
+        """Whether the reference computes the value of the repaired equation."""
+        if not isinstance(remedy.value, Exact):
+            return False
+        computed = set(self.values.computed)
+        # The sum of the last value is the result itself, which the reference has of course.
+        if remedy.exchange == "sum":
+            computed -= {digest_value(self.values.field, x) for x in self.search.wanted}
+        return self.values.describe_form(remedy.value, remedy.place.axes, computed) == ""
+
+    # Other lines that may be the mistake
+
+    def _find_line_of_travel(self, remedy: Remedy) -> str:
+        """The line on which other values go to another device, if the repaired value should go with them; else "".
+
+        Values that are used together travel together: a gradient with its keys, a mask with its block.
+        """
+        if remedy.exchange in ("travel", "arrival"):
+            return self._find_route(remedy)
+        if remedy.exchange != "shift":
+            return ""
+        events = self.values.record.events
+        [result] = events[remedy.number].results
+        for event in events[remedy.number + 1 :]:
+            if kind_of(event.place.equation) == "ppermute":
+                return event.place.line
+            # The value is read before anything travels.
+            if any(x is result for x in event.operands) and event.place.primitive not in PASS:
+                return ""
+        return ""
+
+    def _find_route(self, remedy: Remedy) -> str:
+        """The line of the ppermute next to a remedy in a loop: behind the first round, or before it."""
+        events = self.values.record.events
+        if remedy.exchange == "travel":
+            nearest_first = events[remedy.number + 1 :]
+        else:
+            nearest_first = events[: remedy.number][::-1]
+        for event in nearest_first:
+            if kind_of(event.place.equation) == "ppermute":
+                return event.place.line
+        return ""
+
+    def _find_better_reader(self, remedy: Remedy) -> Remedy | None:
+        """The remedy that reads a sum that the program has already, in place of one that computes it again.
+
+        Worked example: `m = x.max(); top = pmax(m); y = psum(exp(x - top).sum()); return log(y) + m`. With a pmax
+        behind x.max() the result is right. But the program has that value, `top`, and the last line reads m in its
+        place.
+        """
+        if remedy.exchange != "sum" or not isinstance(remedy.value, Exact):
+            return None
+        field = self.values.field
+        wanted = digest_value(field, remedy.value)
+        variables = []
+        for variable, x in self.values.record.values.items():
+            has_shape = isinstance(x, Exact) and x.shape == remedy.value.shape
+            if has_shape and digest_value(field, x) == wanted:
+                variables.append(variable)
+        return self.search.find_reader(remedy, variables)
+
+    def _list_second_lines(self, best: Remedy, remedies: list[Remedy]) -> list[str]:
+        """The line that may be the mistake in place of the best remedy's, as a list of at most one."""
+        reader = self._find_reader(best)
+        if reader:
+            return [reader]
+        doubts = {id(remedy): self._doubt(remedy) for remedy in remedies}
+        others = []
+        for remedy in remedies:
+            about_as_likely = doubts[id(remedy)] <= doubts[id(best)] + _ALIKE
+            if about_as_likely and remedy.place.line != best.place.line:
+                others.append(remedy)
+        if not others:
+            return []
+        # Of equally likely ones the last.
+        other = min(others, key=lambda remedy: (doubts[id(remedy)], -remedy.number))
+        return [other.place.line]
+
+    def _find_reader(self, remedy: Remedy) -> str:
+        """The line that reads the partial sum of a remedy, because the sum may be missing there as well; else ""."""
+        events = self.values.record.events
+        [result] = events[remedy.number].results
+        if not remedy.behind or not self.values.explain(result):
+            return ""
+        for event in events[remedy.number :]:
+            if not any(x is result for x in event.operands):
+                continue
+            if event.place.primitive in PASS:
+                [result] = event.results
+            elif event.place.line != remedy.place.line:
+                return event.place.line
+        return ""
