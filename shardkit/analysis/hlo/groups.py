@@ -112,21 +112,23 @@ def _find_mesh_groups(sizes: Sequence[int], axes: Sequence[bytes]) -> Groups:
 
         digits  (2, 2, 2), inside (False, True, False), order (0, 2, 1)
         groups  (0, 2), (1, 3), (4, 6), (5, 7)
+
+    The first axis that is named is the major one in a group: over "y" and "x" of a mesh x=2, y=2 the group is 0, 2, 1,
+    3.
     """
     parts = [_read_part(message(axis), sizes) for axis in axes]
     digits = []
     for axis in range(len(sizes)):
         digits += _cut_axis(axis, sizes[axis], parts)
 
-    outside = []
     inside = []
     group_size = 1
-    for number, digit in enumerate(digits):
-        if any(part.contains(digit) for part in parts):
-            inside.append(number)
-            group_size *= digit.high // digit.low
-        else:
-            outside.append(number)
+    for part in parts:
+        for number, digit in enumerate(digits):
+            if part.contains(digit):
+                inside.append(number)
+                group_size *= digit.high // digit.low
+    outside = [number for number in range(len(digits)) if number not in inside]
     return _cut_iota(
         count=math.prod(sizes) // group_size,
         size=group_size,

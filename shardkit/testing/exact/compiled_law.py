@@ -28,6 +28,7 @@ from shardkit.testing.program import Program
 
 _POINTS = 2
 _RUNS = 4  # of a step that compares floats, about
+_MOST_SECONDS = 150.0
 # The optimized module is the same, to the letter; the machine code, of which the law says nothing, takes half as long.
 _ON_CPU = {"xla_backend_optimization_level": 0}
 
@@ -58,10 +59,11 @@ def _prove(program: Program) -> list[str]:
     """Refuses a compiled step that differs from the traced one; what a proof assumes of this program, as sentences."""
     check_values("law", (program.params, program.batches))
     traced = TracedRow.of(program)
+    check_size("law", [traced.program], _POINTS, _RUNS, longest=_MOST_SECONDS)  # compiling takes long, too
     # A run has the program already; without one, shapes are enough to compile it.
     executable = program.compiled if "compiled" in vars(program) else _compile(program, traced)
     pair = CompiledPair.of("law", executable, traced.step.jaxpr)
-    check_size("law", pair.programs, _POINTS, _RUNS, longest=150.0)
+    check_size("law", pair.programs, _POINTS, _RUNS, longest=_MOST_SECONDS)
 
     def make_arguments(field: Field) -> list[Any]:
         return _make_arguments(program, traced, field)

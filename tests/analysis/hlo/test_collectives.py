@@ -212,6 +212,7 @@ def test_groups_in_every_form_that_compilers_write():
     assert groups._cut_iota(2, 4, (2, 2, 2), (1, 0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert groups._find_mesh_groups([4, 2], [b"\x08\x00"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert groups._find_mesh_groups([4, 2], [b"\x08\x00", b"\x08\x01"]) == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    assert groups._find_mesh_groups([4, 2], [b"\x08\x01", b"\x08\x00"]) == ((0, 2, 4, 6, 1, 3, 5, 7),)
     part = b"\x08\x00\x12\x04\x08\x02\x10\x04"  # of axis 0, pre_size 2, size 4: the minor digit of eight
     assert groups._find_mesh_groups([8], [part]) == ((0, 1, 2, 3), (4, 5, 6, 7))
     mesh = b"\x0a\x02\x10\x02\x0a\x02\x10\x02" + b"\x12\x04\x03\x02\x01\x00"  # 2 x 2, devices 3 2 1 0

@@ -221,6 +221,12 @@ def test_groups_of_wrong_devices(mesh, monkeypatch):
         assert_compiled_equal(jax.jit(recurrence), *args)
 
 
+def test_groups_over_axes_that_are_not_in_the_order_of_the_mesh(mesh):
+    """Catches pieces in the order of the mesh's devices: jax 0.12 names the axes of groups, the major one first."""
+    gather = jax.jit(lambda x: 2 * x, out_shardings=NamedSharding(mesh, P()))
+    assert_compiled_equal(gather, put(mesh, draw(8, 4), ("model", "data")))
+
+
 # Operations that the programs above do not compile to.
 MAP = """
 func.func @main(%x: tensor<3xf32>, %y: tensor<3xf32>) -> tensor<3xf32> {
