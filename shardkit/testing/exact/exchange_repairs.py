@@ -67,24 +67,34 @@ def repair_collective(bench: Bench) -> Iterator[Repair]:
     if bench.shape(x) == bench.shape(y):
         yield change_operands(Cost.COLLECTIVE, f"without {call.name}", keep_operands)
     if row.kind == "all_reduce":
-        operator = row.reduces or "sum"
-        for names in list_subsets(bench.axes):
-            if set(names) != set(bound):
-                words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
-                yield change_operands(Cost.COLLECTIVE, words, _reduce_operand, bench, names, operator)
-        for other in _REDUCTIONS:
-            if other != operator:
-                words = f"the {other} over {quoted(bound)} in place of {call.name}"
-                yield change_operands(Cost.SUM, words, _reduce_operand, bench, bound, other)
+        yield from _repair_reduction(bench, bound, row.reduces or "sum")
     if row.kind == "all_gather":
-        for names in itertools.permutations(bound):
-            if names != bound:
-                words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
-                yield change_operands(Cost.COLLECTIVE, words, _gather_operand, bench, names)
+        yield from _repair_order_of_axes(bench, bound)
     if row.kind in ("all_gather", "all_to_all", "ppermute", "reduce_scatter"):
         yield from _repair_axes(bench, bound)
     if row.kind == "ppermute":
         yield from _repair_permutation(bench, bound)
+
+
+def _repair_reduction(bench: Bench, bound: tuple[str, ...], operator: str) -> Iterator[Repair]:
+    """A reduction over other axes, or by another operator."""
+    name = bench.call.name
+    for names in list_subsets(bench.axes):
+        if set(names) != set(bound):
+            words = f"{name} over {quoted(names)} in place of {quoted(bound)}"
+            yield change_operands(Cost.COLLECTIVE, words, _reduce_operand, bench, names, operator)
+    for other in _REDUCTIONS:
+        if other != operator:
+            words = f"the {other} over {quoted(bound)} in place of {name}"
+            yield change_operands(Cost.SUM, words, _reduce_operand, bench, bound, other)
+
+
+def _repair_order_of_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
+    """An all_gather over the same axes in another order, major to minor."""
+    for names in itertools.permutations(bound):
+        if names != bound:
+            words = f"{bench.call.name} over {quoted(names)} in place of {quoted(bound)}"
+            yield change_operands(Cost.COLLECTIVE, words, _gather_operand, bench, names)
 
 
 def _repair_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:

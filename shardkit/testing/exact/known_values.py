@@ -76,21 +76,32 @@ class KnownValues:
         self._note_mesh()
 
     def _note_reference(self) -> None:
-        passed: set[int] = set()  # values that are elements of inputs alone
+        """Notes the values of the reference, and which of them are more than elements of inputs."""
+        passed: set[int] = set()  # the ids of values that are elements of inputs alone
         for event in self.reference.events:
-            passed.update(id(x) for x in event.operands if id(x) not in self.reference.maker)
+            for x in event.operands:
+                is_input = id(x) not in self.reference.maker
+                if is_input:
+                    passed.add(id(x))
             if event.place.primitive in _MOVES and passed.issuperset(map(id, event.operands)):
                 passed.update(map(id, event.results))
-            for x in filter(is_number, (*event.operands, *event.results)):
-                residues = take_residues(self.field, x)
-                self.known.add(digest(residues))
-                if self.field.compiled:
-                    self._note_layouts(residues, event.place.axes)
-                if isinstance(x, Exact) and id(x) in passed:
-                    self._passed.append(x)
-                # A constant is the same at all points.
-                if isinstance(x, Exact) and id(x) not in passed and (residues != residues[:1]).any():
-                    self.computed.setdefault(digest(residues), x)
+            for x in (*event.operands, *event.results):
+                if is_number(x):
+                    self._note_number(x, event.place.axes, is_passed=id(x) in passed)
+
+    def _note_number(self, x: Operand, axes: Mapping[str, int], is_passed: bool) -> None:
+        """Notes a number of the reference; `is_passed` says whether it is elements of inputs alone."""
+        residues = take_residues(self.field, x)
+        self.known.add(digest(residues))
+        if self.field.compiled:
+            self._note_layouts(residues, axes)
+        if not isinstance(x, Exact):
+            return
+        is_constant = not (residues != residues[:1]).any()  # the same at all points
+        if is_passed:
+            self._passed.append(x)
+        elif not is_constant:
+            self.computed.setdefault(digest(residues), x)
 
     def _note_layouts(self, residues: np.ndarray, axes: Mapping[str, int]) -> None:
         """Notes a value in other orders of its dims too, in which a compiler may keep it."""
@@ -251,10 +262,17 @@ class KnownValues:
         for other in self.reference.events:
             if other.place.name != event.place.name or len(other.operands) != len(operands):
                 continue
-            wanted = [digest_value(self.field, x) if is_number(x) else b"" for x in other.operands]
-            wrong = [i for i, value in enumerate(wanted) if value not in forms[i]]
-            if len(wrong) == 1 and wanted[wrong[0]] and wanted[wrong[0]] not in self._everywhere:
-                return self.find_origin(operands[wrong[0]], _SENT)
+            # The operands of the reference's equation that this equation does not have.
+            missing: dict[int, Operand] = {}
+            for number, x in enumerate(other.operands):
+                has_operand = is_number(x) and digest_value(self.field, x) in forms[number]
+                if not has_operand:
+                    missing[number] = x
+            if len(missing) != 1:
+                continue
+            [(number, x)] = missing.items()
+            if is_number(x) and digest_value(self.field, x) not in self._everywhere:
+                return self.find_origin(operands[number], _SENT)
         return None
 
     def _digest_forms(self, x: Operand, axes: Mapping[str, int]) -> set[bytes]:

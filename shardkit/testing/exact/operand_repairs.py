@@ -30,6 +30,8 @@ from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
 _MOST_VARIABLES = 6
 _TERMS = (lax.add, lax.sub, lax.mul, lax.div)
+# Equations of which an operand may lack a factor.
+_WITH_FACTORS = ("add", "sub", "mul", "dot_general")
 
 
 def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
@@ -96,32 +98,45 @@ def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> I
     Worked example: `shifted = ppermute(x)`, and behind it `y = x * 2`, where nothing reads `shifted`. The likeliest
     repair of the mul reads `shifted` in place of x.
     """
-    name = bench.call.name
     for number, operand in enumerate(bench.call.equation.invars):
         others = [variable for variable in readable if variable is not operand]
         alike = [variable for variable in others if _is_alike(variable.aval, operand.aval)]
-        unread_alike = [variable for variable in alike if variable in unread]
-        candidates = _select(alike)
-        for variable in unread_alike:
-            yield Repair(Cost.UNREAD, f"another operand of {name}", read_instead(bench, number, variable))
-        for variable in candidates:
-            if variable not in unread:
-                yield Repair(Cost.OPERAND, f"another operand of {name}", read_instead(bench, number, variable))
-        if name not in ("add", "sub", "mul", "dot_general") or not is_float(operand.aval):
-            continue
-        # An unread factor [t] of an operand [t, d] may be missing, too.
-        for variable in others:
-            if variable in unread and _is_leading(variable.aval, operand.aval):
-                words = f"another factor of {name}"
-                yield Repair(Cost.UNREAD_FACTOR, words, _multiply_operand(bench, number, variable))
-        if not isinstance(bench.call.operands[number], Exact):
-            continue
-        # The operand may be its own factor, as in a square. The square of a literal is another literal.
-        if not hasattr(operand, "val"):
-            candidates = [*candidates, operand]
-        for variable in candidates:
-            if variable not in unread:
-                yield Repair(Cost.FACTOR, f"another factor of {name}", _multiply_operand(bench, number, variable))
+        yield from _replace_operand(bench, number, alike, unread)
+        if bench.call.name in _WITH_FACTORS and is_float(operand.aval):
+            yield from _repair_factor_of_operand(bench, number, others, alike, unread)
+
+
+def _replace_operand(bench: Bench, number: int, alike: list[Any], unread: Set[Any]) -> Iterator[Repair]:
+    """Variables of an operand's type in its place: all unread ones, and some of the others."""
+    words = f"another operand of {bench.call.name}"
+    for variable in alike:
+        if variable in unread:
+            yield Repair(Cost.UNREAD, words, read_instead(bench, number, variable))
+    for variable in _select(alike):
+        if variable not in unread:
+            yield Repair(Cost.OPERAND, words, read_instead(bench, number, variable))
+
+
+def _repair_factor_of_operand(
+    bench: Bench, number: int, others: list[Any], alike: list[Any], unread: Set[Any]
+) -> Iterator[Repair]:
+    """Variables as factors of an operand: unread ones with some of its dims, and others of its type."""
+    operand = bench.call.equation.invars[number]
+    words = f"another factor of {bench.call.name}"
+    # An unread factor [t] of an operand [t, d] may be missing.
+    for variable in others:
+        if variable in unread and _is_leading(variable.aval, operand.aval):
+            yield Repair(Cost.UNREAD_FACTOR, words, _multiply_operand(bench, number, variable))
+    if not isinstance(bench.call.operands[number], Exact):
+        return
+    candidates = _select(alike)
+    # The operand may be its own factor, as in a square. The square of a literal is another literal.
+    is_literal = hasattr(operand, "val")
+    if not is_literal:
+        candidates = [*candidates, operand]
+    for variable in candidates:
+        if variable not in unread:
+            yield Repair(Cost.FACTOR, words, _multiply_operand(bench, number, variable))
 
 
 def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Iterator[Repair]:

@@ -51,26 +51,39 @@ def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repai
 
     The equation is the second of the two: a reduction of a function, or a function of one or two reductions.
     """
-    equation = bench.call.equation
-    reduction = _find_reduction(bench, equation, definitions)
+    reduction = _find_reduction(bench, bench.call.equation, definitions)
     if reduction is not None:
-        function = _find_definition(reduction.operand, definitions)
-        if function is not None and function.primitive.name in _FUNCTIONS:
-            verb = "means" if reduction.mean else f"{reduction.operator}s"
-            words = f"{function.primitive.name} of {verb} over {quoted(reduction.names)}"
-            yield Repair(Cost.SUM, words, _reduce_first(bench, function, reduction))
+        yield from _repair_reduction(bench, reduction, definitions)
     elif bench.call.primitive in _FUNCTIONS:
-        reductions = {}
-        for number, atom in enumerate(equation.invars):
-            definition = _find_definition(atom, definitions)
-            source = None if definition is None else _find_reduction(bench, definition, definitions)
-            if source is not None:
-                reductions[number] = source
-        if reductions:
-            source = next(iter(reductions.values()))
-            verb = "mean" if source.mean else source.operator
-            words = f"the {verb} over {quoted(source.names)} of {bench.call.name} of what devices have"
-            yield Repair(Cost.SUM, words, _reduce_last(bench, reductions))
+        yield from _repair_function_of_reductions(bench, definitions)
+
+
+def _repair_reduction(bench: Bench, reduction: _Reduction, definitions: Mapping[Any, Any]) -> Iterator[Repair]:
+    """psum(f(x)) -> f(psum(x))."""
+    function = _find_definition(reduction.operand, definitions)
+    if function is None or function.primitive.name not in _FUNCTIONS:
+        return
+    noun = "means" if reduction.mean else f"{reduction.operator}s"
+    words = f"{function.primitive.name} of {noun} over {quoted(reduction.names)}"
+    yield Repair(Cost.SUM, words, _reduce_first(bench, function, reduction))
+
+
+def _repair_function_of_reductions(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repair]:
+    """f(psum(x), y) -> psum(f(x, y))."""
+    reductions: dict[int, _Reduction] = {}
+    for number, atom in enumerate(bench.call.equation.invars):
+        definition = _find_definition(atom, definitions)
+        if definition is None:
+            continue
+        reduction = _find_reduction(bench, definition, definitions)
+        if reduction is not None:
+            reductions[number] = reduction
+    if not reductions:
+        return
+    first = next(iter(reductions.values()))
+    noun = "mean" if first.mean else first.operator
+    words = f"the {noun} over {quoted(first.names)} of {bench.call.name} of what devices have"
+    yield Repair(Cost.SUM, words, _reduce_last(bench, reductions))
 
 
 def repair_parentheses(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repair]:

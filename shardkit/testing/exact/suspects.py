@@ -1,12 +1,12 @@
-"""Which equations are suspected of a wrong result: what it follows from, alone and as rounds of an unrolled loop.
+"""Which equations are suspected of a wrong result: those from which it follows, alone and as rounds of a loop.
 
 Worked example: a Python loop over two devices, of which each round has `b = shift(b); total = total + a @ b`.
 
     alone           each of the six equations
     together        both shifts, both products, both sums: three lines that have the same equation twice are a loop
 
-What is suspected is ranked by how unlikely a mistake is there: an integer that follows from the index of a device is
-mistaken more often than another one, and equations that are repaired together less often than one.
+Suspects are ranked by how unlikely a mistake is there. An integer that follows from the index of a device is mistaken
+more often than another integer, and several equations together less often than one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shardkit.testing.exact.repairs import Call, Repair
 from shardkit.testing.exact.rules.operands import Operand
 
 _HOLDING = ("shard_map", "scan", "while", "cond")
-# How much less likely a mistake is within a function that is called, and in equations that are repaired together: of
-# a collective of a tuple, or of a line that only has an equation several times.
+# How much less likely a mistake is within a function that is called; in all equations of a collective of a tuple; and
+# in all equations of a line that has the same equation several times, where no loop is known.
 _WITHIN, _IN_TUPLE, _TOGETHER = 0.25, 0.25, 1.0
-# And how much likelier where an integer follows from the index of a device.
+# And how much likelier a mistake is where an integer follows from the index of a device.
 _OF_DEVICE = 0.5
 
 
@@ -33,7 +33,7 @@ class Suspects(NamedTuple):
     """Equations that are repaired together.
 
     Attributes:
-        numbers: those of the first events of the equations.
+        numbers: the numbers of the first events of the equations.
         calls: the equations.
         doubt: how much less likely a mistake is here than elsewhere.
     """
@@ -44,7 +44,7 @@ class Suspects(NamedTuple):
 
 
 def list_suspects(record: Record, got: Operand) -> dict[int, Call]:
-    """The equations that a wrong result follows from, by the number of their first event."""
+    """The equations from which a wrong result follows, by the numbers of their first events."""
     suspects: dict[int, Call] = {}
     keys: set[Any] = set()
     for number in sorted(record.find_causes([got])):
@@ -62,7 +62,7 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
     for numbers in _group_suspects(suspects):
         calls = [suspects[number] for number in numbers]
         doubt = _WITHIN if calls[0].around else 0.0
-        # Who corrects a line corrects it in all rounds of its loop: that is as likely as in one of them.
+        # A correction of a line corrects all rounds of its loop: that is as likely as a mistake in one round.
         if len(numbers) > 1 and len(numbers) not in loops:
             belong_together = kind_of(calls[0].equation) is not None
             doubt += _IN_TUPLE if belong_together else _TOGETHER
@@ -72,7 +72,7 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
 
 
 def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
-    """How often loops may have been unrolled: so often several lines have the same equation."""
+    """The numbers of rounds that unrolled loops may have: so often several lines have the same equation."""
     counts = Counter((call.line, call.name) for call in suspects.values())
     rounds: set[tuple[str, int]] = set()
     for (line, _), count in counts.items():
@@ -85,38 +85,66 @@ def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
 
 
 def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
-    """Equations that are repaired together: each alone, and what a line has again and again, as an unrolled loop.
+    """Equations that are repaired together: each alone, the rounds of an unrolled loop, a collective of a tuple.
 
-    Rounds have results of the same types: `a[:, None] == b[None]` makes a row and a column in each. What a function
-    computes that the line calls, as the remainder of `(i + 1) % n`, is apart.
+    Worked example: `for i in range(2): b = shift(b); total = total + a @ b`, whose shifts are the events 0 and 3.
+
+        alone           [0], [1], ..., [5]
+        as rounds       [0, 3], [1, 4], [2, 5]: the same line has the same equation twice
     """
-    alike: dict[Any, list[int]] = {}
-    exchanged: dict[Any, list[int]] = {}
-    for number, call in suspects.items():
+    for number in suspects:
         yield [number]
-        if kind_of(call.equation):
-            exchanged.setdefault((call.line, call.around, call.name), []).append(number)
-        avals = [variable.aval for variable in call.equation.outvars]
-        types = [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals]
-        kind = call.line, call.around, call.name, len(call.operands), *types
-        alike.setdefault(kind, []).append(number)
-    for numbers in alike.values():
-        for step in (1, 2, 3):
-            if len(numbers) % step == 0 and len(numbers) > step:
-                for start in range(step):
-                    yield numbers[start::step]
-    # A collective of a tuple, as of keys and values, is an equation for each of its arrays, whatever their types.
-    groups = list(alike.values())
-    for numbers in exchanged.values():
-        if len(numbers) > 1 and numbers not in groups:
+    rounds = list(_find_alike(suspects).values())
+    for numbers in rounds:
+        yield from _split_rounds(numbers)
+    for numbers in _find_exchanged(suspects).values():
+        if len(numbers) > 1 and numbers not in rounds:
             yield numbers
 
 
-def align_repairs(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
-    """The places of repairs that several equations have, one place in the list of each.
+def _find_alike(suspects: Mapping[int, Call]) -> dict[Any, list[int]]:
+    """The equations of a line that have the same primitive and types, as those of the rounds of an unrolled loop.
 
-    Repairs are alike by their words, the first of some words with the first. A round may have some that others have
-    not: `i + 0` is in strides as it is in blocks, and `i + 1` is not.
+    The types tell equations of a round apart: `a[:, None] == b[None]` makes a row and a column. So does the call around
+    an equation: the remainder of `(i + 1) % n` is computed in a function that the line calls.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, call in suspects.items():
+        types = []
+        for variable in call.equation.outvars:
+            types.append((getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)))
+        kind = call.line, call.around, call.name, len(call.operands), *types
+        alike.setdefault(kind, []).append(number)
+    return alike
+
+
+def _split_rounds(numbers: list[int]) -> Iterator[list[int]]:
+    """Equations of one kind as one in each round, or as each of two or three in a round.
+
+    Worked example: [0, 1, 2, 3] is four rounds, or the rounds [0, 2] of a first equation and [1, 3] of a second.
+    """
+    for in_a_round in (1, 2, 3):
+        if len(numbers) % in_a_round == 0 and len(numbers) > in_a_round:
+            for start in range(in_a_round):
+                yield numbers[start::in_a_round]
+
+
+def _find_exchanged(suspects: Mapping[int, Call]) -> dict[Any, list[int]]:
+    """The equations of a collective of a tuple, as of keys and values: one for each array, whatever its type."""
+    exchanged: dict[Any, list[int]] = {}
+    for number, call in suspects.items():
+        if kind_of(call.equation):
+            exchanged.setdefault((call.line, call.around, call.name), []).append(number)
+    return exchanged
+
+
+def align_repairs(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
+    """The repairs that several equations have in common, as their positions in the list of each equation.
+
+    Repairs are alike by their words; of repairs with the same words, the first is like the first. A round may have
+    repairs that others do not have: `i + 0` is in strides as it is in blocks, and `i + 1` is not.
+
+    Worked example: [plus 1, minus 1] and [minus 1, modulo 2] have one in common: [(1, 0)].
     """
     columns: list[dict[Any, int]] = []
     for repairs in lists:

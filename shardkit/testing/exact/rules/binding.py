@@ -26,15 +26,15 @@ def bind_primitive(
     as_typed: bool = True,
     real_keys: bool = False,
 ) -> list[Known]:
-    """The primitive's own results, by jax, without a mesh, for the operands of every device.
+    """The results of a primitive on every device, computed by jax without a mesh.
 
     Args:
-        equation: which primitive, with which parameters.
+        equation: the equation, with its primitive and parameters.
         operands: known arrays.
-        rank: the number of mesh dims in front of each.
-        changed: parameters that differ from the equation's.
+        rank: the number of mesh dims in front of each operand.
+        changed: parameters in place of the equation's.
+        as_typed: whether operands have the dtypes of the equation; False if they are places of elements.
         real_keys: whether keys are jax's own, so that its primitives take them.
-        as_typed: whether operands have the dtypes of the equation; False for places in place of elements.
     """
     # jax's keys are words here, and its primitives do not take them.
     has_keys = any(is_key(v.aval) for v in (*equation.invars, *equation.outvars))
@@ -66,7 +66,7 @@ def bind_primitive(
     lead: tuple[int, ...] = (1,) * rank
     if operands:
         lead = np.broadcast_shapes(*(x.shape[:rank] for x in operands))
-    # All devices have the same: computed once.
+    # All devices have the same operands: the results are computed once.
     if math.prod(lead) == 1:
         results = bind_on_one_device(*(x.reshape(x.shape[rank:]) for x in operands))
         arrays = [pack(y, v) for y, v in zip(results, equation.outvars, strict=True)]

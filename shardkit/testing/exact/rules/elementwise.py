@@ -69,7 +69,11 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """pow: a product for a known whole exponent, by roots for quarters; for other exponents uninterpreted."""
+    """pow: a product for a known whole exponent, a product of roots for quarters, else uninterpreted.
+
+    Worked example: x**3.0 = x x x; x**-2.0 = 1 / (x x); x**1.5 = sqrt(x)**3; exp(y)**0.3 = exp(0.3 y), by the laws of
+    roots; x**0.3 is an uninterpreted function of x and 0.3.
+    """
     field = scope.field
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
@@ -89,7 +93,7 @@ def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
 
 
 def _raise_exp(field: Field, x: Exact, exponent: Fraction) -> Exact:
-    """A product of exps to a power that is no whole number."""
+    """A product of exps to a rational power: exp(x)**0.3 is exp(0.3 x)."""
     result = raise_power(field, x, abs(exponent))
     if exponent < 0:
         return arithmetic.invert(field, result)
@@ -131,7 +135,7 @@ def log(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def log_plus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
-    """log1p: log(1 + x)."""
+    """log1p: log(1 + x). So log1p(x + y + x * y) is log((1 + x) * (1 + y)) = log1p(x) + log1p(y)."""
     ones = scope.constant(1, like=x)
     return logarithms.log(scope.field, arithmetic.add(scope.field, x, ones))
 
@@ -163,7 +167,7 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exact:
-    """A function without a law: equal arguments have equal values, and nothing else is known."""
+    """A function without a law, as erf_inv: a random number for each argument, the same for equal arguments."""
     return apply_function(scope.field, equation.primitive.name, *scope.lift(*operands))
 
 

@@ -102,7 +102,7 @@ class Devices:
     # Reductions
 
     def reduce(self, x: Operand, axes: Sequence[str], by: str) -> Operand:
-        """The same on all devices along some axes: a sum, maximum or minimum."""
+        """The sum, maximum or minimum over some axes, the same on all devices along them."""
         for dim in self._find_dims(axes):
             if by == "sum":
                 x = self._sum(x, dim)
@@ -246,14 +246,14 @@ class Devices:
         return move_operand(x, len(self.axes), move)
 
     def _spread(self, part: np.ndarray, first: int, dim: int) -> np.ndarray:
-        """With a row for each device along an axis, also where all have the same."""
+        """A part with a row for each device along an axis, also if all devices have the same row."""
         shape = (*part.shape[: first + dim], self._sizes[dim], *part.shape[first + dim + 1 :])
         return np.broadcast_to(part, shape)
 
     def _merge_devices(
         self, part: np.ndarray, first: int, dims: Sequence[int]
     ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """The devices along some axes as dim 0, and the function that takes them to where they were."""
+        """The devices along some axes as dim 0, and the function that puts them back to their dims."""
         for dim in dims:
             part = self._spread(part, first, dim)
         mesh_dims = [first + dim for dim in dims]

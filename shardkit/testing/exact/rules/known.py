@@ -1,5 +1,8 @@
 """Equations whose operands are all known: integers, booleans, keys, and floats that follow from no input.
 
+Worked example: `jnp.arange(4) * 2 < n` with a closed-over n. No operand follows from an input, so that numpy computes
+the mask, and the field sees a constant.
+
 They have no unknowns, so numpy computes them, where it has the same bits as jax and is faster, and else jax. Constants
 of less than 32 bits are widened first, because rounding is not modelled.
 """
@@ -106,12 +109,12 @@ def compute_known(
 
 
 def _is_plain_select(equation: Any, operands: Sequence[Known]) -> bool:
-    """Whether it chooses one of two by a boolean."""
+    """Whether an equation is a select of one of two arrays by a boolean."""
     return equation.primitive.name == "select_n" and len(operands) == 3 and operands[0].dtype == bool
 
 
 def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
-    """The one result of what numpy computes as jax does; None for anything else."""
+    """The result of an equation by numpy, if numpy has the same bits as jax for that primitive; else None."""
     name = equation.primitive.name
     params = equation.params
     if not equation.outvars:
@@ -171,7 +174,10 @@ def _sum_along(x: np.ndarray, dim: int, backwards: bool, dtype: Any) -> np.ndarr
 
 
 def _align(operands: Sequence[Known], rank: int) -> list[Known]:
-    """Scalars with as many dims of size 1 as the others have dims of their own."""
+    """Operands with equally many dims: a scalar gets dims of size 1 after the dims of the mesh.
+
+    Worked example, on a mesh of two devices: a scalar [2] beside an array [1] + [4, 3] becomes [2] + [1, 1].
+    """
     most = max(x.ndim for x in operands)
     aligned = []
     for x in operands:

@@ -72,7 +72,11 @@ def _round_away(x: np.ndarray) -> np.ndarray:
 
 
 def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Callable[..., Any]) -> np.ndarray:
-    """The integers of real values. Of a value next to a jump the field says whether it is there."""
+    """The integers to which real values are rounded; whether a value next to a jump is at the jump, the field says.
+
+    Worked example: floor of (x / 3) * 3, where x was drawn as 3. The real value may be 2.9999999, next to the jump at
+    3. The number of the field is 3, so that the integer is 3; of another number it is 2.
+    """
     field = scope.field
     if x.degree.total:
         field.uninterpreted.add(name)

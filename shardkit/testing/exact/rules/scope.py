@@ -1,4 +1,4 @@
-"""What every rule is given beside an equation and its operands: the field, the mesh's dims and the source line."""
+"""The argument of every rule beside an equation and its operands: the field, the dims of the mesh, the source line."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class Scope:
             self.field.coverage.note_choice(self.field, equation, self.line(equation), chosen, asked, part)
 
     def divide_by(self, equation: Any, x: Exact) -> None:
-        """Notes what an equation divides by, or takes the logarithm of."""
+        """Notes the divisor of an equation, or the argument of its logarithm, which must not be zero."""
         if self.field.coverage is not None:
             self.field.coverage.note_divisor(self.field, equation, x)
 
     def line(self, equation: Any) -> str:
-        """Where an equation stands in the user's program."""
+        """The line of an equation in the user's program, as "kernel.py:12"."""
         return source_line(equation, self.around)
 
     def reduced_dims(self, equation: Any) -> list[int]:

@@ -18,7 +18,7 @@ _MOST_COMPARED = 8  # elements of a row that are compared with all others of it
 
 
 def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
-    """sort of several arrays by the first `num_keys` of them, by the order of the field where these are in it.
+    """sort: several arrays in the order of the first `num_keys` of them, numbers of the field by their keys.
 
     Worked example: `jnp.argsort(x)` of x [c, a, b] with a < b < c sorts two operands, x and [0, 1, 2], by the first.
     The places are [1, 2, 0], so the results are [a, b, c] and [1, 2, 0].
@@ -67,7 +67,7 @@ def take_top(scope: Scope, equation: Any, x: Exact) -> list[Operand]:
 
 
 def _note_order(scope: Scope, equation: Any, x: Exact, keys: np.ndarray, dim: int) -> None:
-    """Notes of which elements each is larger; in rows of many, which are the largest and the smallest."""
+    """Notes which elements of a row are larger than which; of a long row, only the largest and the smallest."""
     n = x.shape[dim]
     if n < 2:
         return
