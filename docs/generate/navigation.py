@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/change_by_step.md",
         "howto/ema.md",
         "howto/graphs.md",
+        "howto/pass_a_state.md",
         "howto/whole_matrices.md",
         "howto/diloco.md",
         "howto/split_a_layer.md",

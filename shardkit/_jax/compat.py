@@ -110,6 +110,10 @@ def bound_axes() -> dict[str, int]:
     return sizes
 
 
+class UnboundAxisError(ValueError):
+    """A collective is called over an axis that no shard_map or vmap binds."""
+
+
 def bound(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple, all of them bound by the surrounding shard_map (or vmap)."""
     names = axis_names(where, axis)
@@ -118,7 +122,7 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
         if name in sizes:
             continue
         if not sizes:
-            raise ValueError(
+            raise UnboundAxisError(
                 f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
                 "Call it inside jax.shard_map over a mesh with that axis."
             )

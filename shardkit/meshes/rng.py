@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,24 +98,26 @@ def example_keys(key: Key, n: int) -> jax.Array:
 
 
 @typed
-def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
+def fold_keys(keys: Key | None, data: jax.Array | int) -> Any:
     """Elementwise `fold_in`: `fold_keys(keys_b, layer)` gives each example a different key in each layer.
 
     `fold_keys(keys_b[:, None], positions_t[None, :])` gives each token of each example a different key, in the same way
     for every sharding of the tokens.
 
     Args:
-        keys: keys of any shape, typed or raw.
+        keys: keys of any shape, typed or raw; None in an evaluation, which draws nothing.
         data: integers; their shape broadcasts with the keys'.
 
     Returns:
-        Keys of the shape to which both broadcast.
+        Keys of the shape to which both broadcast; None for None.
 
     Example:
         >>> keys = sk.example_keys(jax.random.key(0), 2)
         >>> sk.fold_keys(keys[:, None], jnp.arange(3)[None, :]).shape
         (2, 3)
     """
+    if keys is None:
+        return None
     try:
         shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
     except ValueError:

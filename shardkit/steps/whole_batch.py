@@ -50,7 +50,7 @@ ROUNDING = 1e-3
 SMALLEST = 0.1
 # The CPU computes float32 with 24 bits; others round the factors of a product. A mistake among tokens changes the loss
 # of a new model by little: whatever the positions, it predicts all tokens alike.
-ROUNDING_OF_CPU = 1e-4
+ROUNDING_OF_CPU = 1e-5
 SMALLEST_OF_CPU = 1.0
 ROUNDING_16_BITS = 1e-2
 SMALLEST_16_BITS = 1.0

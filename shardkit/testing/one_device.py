@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
+from shardkit._jax.compat import UnboundAxisError
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.means import Mean, divisor_of, is_mean, largest_weight, terms_of
@@ -136,7 +137,15 @@ def one_device(
     if key is None:
         key = jax.random.key(0)
     training = Training(grad_fn, optimizer, params, tuple(batches), key, carry, carried)
-    exact_run = _run(training, relative, sign=0)
+    try:
+        exact_run = _run(training, relative, sign=0)
+    except (UnboundAxisError, NameError) as error:
+        if getattr(error, "name", None):  # Python's own, of a variable; jax raises it for an axis too, without a name
+            raise
+        raise ValueError(
+            f"one_device: the loss must run on one device, where no axis is bound; {error} Pass a gradient function of "
+            "a loss without collectives, over the whole batch."
+        ) from error
     for index, step in enumerate(exact_run):
         check_conclusive(f"one_device: step {index}", step.grads, step.loss)
     run_up = _run(training, relative, sign=1)

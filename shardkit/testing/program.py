@@ -200,8 +200,7 @@ class Program:
         try:
             self.checked().step(state, self.calls[0])
         except WrongProgramError as error:
-            reason = str(error).removeprefix("step: ")
-            return reason[0].upper() + reason[1:]
+            return f"The first call says: {str(error).removeprefix('step: ')}"
         return ""
 
     @cached_property

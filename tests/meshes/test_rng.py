@@ -257,3 +257,8 @@ def test_dropout_takes_a_key_for_each_example(make):
             "(2, 3). Pass the keys that the loss function receives with the batch."
         ):
             sk.dropout(jnp.ones((2, 3)), keys, 0.5)
+
+
+def test_no_keys_fold_to_none():
+    """An evaluation has no keys, and `dropout` takes None."""
+    assert sk.fold_keys(None, 1) is None

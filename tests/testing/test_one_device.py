@@ -108,3 +108,21 @@ def test_carried_state_keeps_its_dtypes():
     assert first["n"].dtype == np.float16
     after = training.update_carried(first, np.float32(2), {}, None)
     assert (after["n"].dtype, float(after["n"])) == (np.float16, 3)
+
+
+# What alone finds a proof of a loss that sends, of which the reference is the same loss: jax's text, or ours of
+# shard_map, would send the reader the wrong way. A name that Python does not know is told as Python tells it.
+@pytest.mark.parametrize("send", (jax.lax.psum, sk.all_reduce))
+def test_a_reference_that_sends_is_told_so(send):
+    grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of(w * send(x, "data")))
+    message = (
+        "one_device: the loss must run on one device, where no axis is bound; .* Pass a gradient function of a loss"
+    )
+    with pytest.raises(ValueError, match=message):
+        one_device(grad_fn, optax.sgd(0.1), np.float32(1), [np.ones(4, "f")])
+
+
+def test_a_name_that_is_missing_is_told_by_python():
+    grad_fn = sk.value_and_grad(lambda w, x, keys: w * of_no_module)  # noqa: F821
+    with pytest.raises(NameError, match="of_no_module"):
+        one_device(grad_fn, optax.sgd(0.1), np.float32(1), [np.ones(4, "f")])

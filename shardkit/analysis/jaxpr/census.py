@@ -90,9 +90,17 @@ class Census:
 
     rows: tuple[CensusRow, ...]
 
-    def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
-        """Bytes sent per device: of all rows, or of the rows with this axis or this kind."""
-        return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
+    def sent(self, *, axis: str | None = None, kind: str | None = None) -> int | Fraction:
+        """Bytes sent per device: of all rows, or of the rows with this axis or this kind.
+
+        A Fraction only if it is no whole number, as two thirds of 1,000 bytes.
+        """
+        total = Fraction(0)
+        for row in self.select(axis=axis, kind=kind):
+            total += row.total
+        if total.denominator == 1:
+            return int(total)
+        return total
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
         """Collectives in one call; a `while` counts once."""
@@ -434,7 +442,7 @@ def size_of(variable: Any) -> int:
     return (math.prod(variable.aval.shape) * bits + 7) // 8
 
 
-def _bytes(size: Fraction) -> str:
+def _bytes(size: int | Fraction) -> str:
     if size.denominator > 1:
         return f"{float(size):,.1f}"
     return f"{int(size):,}"
