@@ -270,13 +270,8 @@ class Search:
             lists = [repairs_of[member] for member in numbers]
             for positions in align_repairs(lists):
                 repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
-                first = repairs[0]
-                cost = first.cost + doubt_here + doubt(number, first.behind)
-                if first.exchange == "shift" and self._routes:
-                    cost -= _LEFT_BEHIND
-                changes = [repair.change for repair in repairs]
-                make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
-                candidates.append(_Candidate(cost, number, calls, first, make_changes, has_preview=len(calls) == 1))
+                doubt_of_repair = doubt_here + doubt(number, repairs[0].behind)
+                candidates.append(self._make_candidate(number, calls, repairs, positions, doubt_of_repair))
             for repair, travel in self._list_travels(calls):
                 make_travel = partial(_make_travel, calls=calls, travel=travel)
                 # A value that travels is right in the first round: one round alone shows nothing.
@@ -284,6 +279,26 @@ class Search:
                 candidates.append(candidate)
         candidates.sort(key=lambda candidate: (candidate.cost, candidate.number))
         return candidates
+
+    def _make_candidate(
+        self, number: int, calls: list[Call], repairs: Sequence[Repair], positions: Sequence[int], doubt: float
+    ) -> _Candidate:
+        """A repair of some equations.
+
+        Args:
+            number: the number of the first event of the first equation.
+            calls: the equations.
+            repairs: the repair of each equation.
+            positions: the position of each repair in the list of its equation, also in searches with other numbers.
+            doubt: how unlikely a mistake of these equations is.
+        """
+        first = repairs[0]
+        cost = first.cost + doubt
+        if first.exchange == "shift" and self._routes:
+            cost -= _LEFT_BEHIND
+        changes = [repair.change for repair in repairs]
+        make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
+        return _Candidate(cost, number, calls, first, make_changes, has_preview=len(calls) == 1)
 
     def _list_travels(self, calls: Sequence[Call]) -> Iterator[tuple[Repair, Travel]]:
         """Operands that are the same array in each round of a loop, and that may have to travel as other values do.

@@ -61,19 +61,33 @@ def note_constants(
     for x in operands:
         if isinstance(x, Exact) or result is x:
             return
-    name = equation.primitive.name
-    row = registered(name)
     computed = scope.field.computed
-    if name in _ARITHMETIC or (row.kind is not None and row.reduces not in _EXTREMES):
-        arrays = [*operands, result]
-        follows_computed = any(x in computed for x in operands)
-        if not are_numbers(arrays) or (are_whole(arrays) and not follows_computed):
-            return
-        if name == "pow" and not _is_whole_power(operands[1]):
-            return
-    elif name not in _MOVES or not any(x in computed for x in operands):
-        return
-    computed.note(result, operands, partial(_compute, scope, axes, equation, operands, result))
+    follows_computed = any(x in computed for x in operands)
+    if _is_arithmetic(equation.primitive.name):
+        is_noted = _may_be_rounded(equation, operands, result, follows_computed)
+    else:
+        is_noted = equation.primitive.name in _MOVES and follows_computed
+    if is_noted:
+        computed.note(result, operands, partial(_compute, scope, axes, equation, operands, result))
+
+
+def _is_arithmetic(name: str) -> bool:
+    """Whether a primitive computes sums, products or quotients, on one device or over devices."""
+    row = registered(name)
+    return name in _ARITHMETIC or (row.kind is not None and row.reduces not in _EXTREMES)
+
+
+def _may_be_rounded(equation: Any, operands: Sequence[Known], result: Known, follows_computed: bool) -> bool:
+    """Whether float32 may have rounded the result of an arithmetic equation, or one of its operands.
+
+    Whole numbers are exact: 2.0 + 3.0 is 5.0. But 0.1 + 0.2 is rounded, and so is a sum with a computed constant.
+    """
+    arrays = [*operands, result]
+    if not are_numbers(arrays):
+        return False
+    if are_whole(arrays) and not follows_computed:
+        return False
+    return equation.primitive.name != "pow" or _is_whole_power(operands[1])
 
 
 def _is_whole_power(exponent: Known) -> bool:
