@@ -42,9 +42,9 @@ class _Group(NamedTuple):
     """The group of this device in a collective.
 
     Attributes:
-        axes: the mesh axes over which it runs; None if it runs over part of an axis, or in another order.
-        members: the numbers of its devices, in the order of the group.
-        place: of this device among them.
+        axes: the mesh axes over which the group runs; None for a part of an axis, or devices in another order.
+        members: the numbers of the group's devices, in the order of the group.
+        place: the place of this device in that order.
     """
 
     axes: tuple[str, ...] | None
@@ -53,6 +53,7 @@ class _Group(NamedTuple):
 
 
 def _find_group(reader: BlockReader, operation: Any) -> _Group:
+    """The group of this device, as traced arrays: each device takes its own row of a table of all devices."""
     mesh = reader.module.mesh
     devices = math.prod(mesh.values())
     groups = _read_groups(operation)
@@ -92,16 +93,17 @@ _BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 
 def _read_groups(operation: Any) -> np.ndarray:
     """The groups of a collective, [groups, members]; empty if all devices are one."""
-    # Without the flag these number replicas, and all devices of a program by jit are one replica.
+    # Without the flag groups number replicas, and all devices of a program by jit are one replica.
     if operation.operation.name in _BY_REPLICA and "use_global_device_ids" not in operation.attributes:
         raise UnreadableError(f"{operation.operation.name} over replicas")
     groups = np.asarray(operation.attributes["replica_groups"])
-    if (groups < 0).any():  # which fills the rows of the smaller ones
+    if (groups < 0).any():  # -1 fills the rows of groups with fewer members
         raise UnreadableError(f"{operation.operation.name} over groups of different sizes")
     return groups
 
 
 def _take_row(reader: BlockReader, table: np.ndarray, number: Any) -> Any:
+    """The row of a table that belongs to the device with this number."""
     return lax.dynamic_index_in_dim(reader.vary(table), number, 0, keepdims=False)
 
 
@@ -119,6 +121,7 @@ def _sum_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _combine_group(reader: BlockReader, operation: Any, x: Any, group: _Group) -> Any:
+    """The sum, or another reduction, of x over the devices of this device's group."""
     name = name_combiner(find_body(operation))
     if name not in REDUCTIONS:
         raise UnreadableError(f"{operation.operation.name} by another function")
@@ -131,6 +134,7 @@ _OVER_AXES = {"stablehlo.add": lax.psum, "stablehlo.maximum": lax.pmax, "stableh
 
 
 def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """reduce_scatter: of the sum over the group, the piece at this device's place in the group."""
     group = _find_group(reader, operation)
     dim = read_integer(operation, "scatter_dimension")
     results = []
@@ -142,6 +146,7 @@ def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _gather_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """all_gather: the pieces of the group's devices side by side, in the order of the group."""
     group = _find_group(reader, operation)
     dim = read_integer(operation, "all_gather_dim")
     results = []
@@ -152,7 +157,7 @@ def _gather_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _exchange(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """all_to_all: of one array its pieces are exchanged along a dim, of a list of arrays the arrays."""
+    """all_to_all: devices exchange the pieces of one array along a dim, or the arrays of a list."""
     group = _find_group(reader, operation)
     if "split_dimension" in operation.attributes:
         split = read_integer(operation, "split_dimension")
@@ -166,7 +171,12 @@ def _exchange(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], group: _Group) -> list[Any]:
-    # [sender, receiver, ...]: of each sender the piece for this device.
+    """The pieces that this device receives, one from each device of its group.
+
+    Worked example: of two devices, device 0 has the pieces a0, a1 and device 1 has b0, b1. Gathered are [[a0, a1],
+    [b0, b1]], and device 1 takes column 1: a1, b1.
+    """
+    # [sender, receiver, ...]
     gathered = _gather_group(reader, jnp.stack(pieces), group)
     mine = lax.dynamic_index_in_dim(gathered, group.place, 1, keepdims=False)
     return [lax.index_in_dim(mine, sender, 0, keepdims=False) for sender in range(len(pieces))]
@@ -182,6 +192,7 @@ def _number_device(reader: BlockReader, operation: Any) -> Any:
 
 
 def _make_zero_id(reader: BlockReader, operation: Any) -> Any:
+    """The number of this device's replica: all devices of a program by jit are replica 0."""
     return reader.vary(np.zeros((), np.uint32))
 
 

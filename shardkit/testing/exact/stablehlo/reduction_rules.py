@@ -1,4 +1,9 @@
-"""Operations over dims, which have a region that combines or compares two elements."""
+"""Operations over dims, which have a region that combines or compares two elements.
+
+Worked example: `reduce(%x, %zero) dimensions = [0] ({ (%a, %b): return add %a, %b })` of x [8, 3]. The region is an add,
+so that the operation is a reduce_sum of x over dim 0, plus the start %zero. A region of any other function, as that of
+an argmax, is applied to one element after the other.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 
 
 def _reduce(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """A reduction of some arrays together, from a start for each."""
     count = len(operands) // 2
     arrays = operands[:count]
     starts = operands[count:]
@@ -40,10 +46,10 @@ def _reduce(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 def _fold(
     reader: BlockReader, body: Any, arrays: Sequence[Any], starts: Sequence[Any], dims: Sequence[int]
 ) -> list[Any]:
-    """A reduction by any function, one element after the other, of all other places at once."""
+    """A reduction by any function: elements of the reduced dims one after the other, those of other dims at once."""
     flat = []
     for x in arrays:
-        # [..., n]: the reduced dims as one behind the others.
+        # [..., n]: the reduced dims become one dim behind all others.
         kept = [dim for dim in range(np.ndim(x)) if dim not in dims]
         x = lax.transpose(x, [*kept, *dims])
         flat.append(lax.reshape(x, (*(x.shape[: len(kept)]), math.prod(x.shape[len(kept) :]))))
@@ -56,6 +62,8 @@ def _fold(
 
 
 def _reduce_dims(primitive: Any) -> Callable[..., Any]:
+    """A reduction of lax as a function of an array and dims."""
+
     def reduce(x: Any, dims: Sequence[int]) -> Any:
         return primitive(x, axes=tuple(dims))
 
@@ -73,6 +81,7 @@ REDUCTIONS = {
 
 
 def _reduce_windows(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """A reduction of windows, as of pooling: by lax from the neutral element, then combined with the start."""
     if len(operands) != 2:
         raise UnreadableError("reduce_window of several arrays")
     x, start = operands
@@ -126,7 +135,7 @@ _COMBINERS = {
 
 
 def _sort(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """A sort by any comparison: the place of an element is the number of those that come before it.
+    """A sort by any comparison: the place of an element is the number of elements that come before it.
 
     Worked example: [3, 1, 2] by `<`. Before 3 come two elements, before 1 none, before 2 one: places [2, 0, 1]. Of two
     elements of which neither comes before the other, the first stays first.
@@ -154,7 +163,7 @@ def _sort(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     earlier = lax.broadcasted_iota(np.int32, shape, rank - 1) < lax.broadcasted_iota(np.int32, shape, rank - 2)
     counts = is_before | (~is_after & earlier)
     places = lax.reduce_sum(lax.convert_element_type(counts, np.int32), axes=(rank - 1,))
-    # The element of place p is the one i whose place is p.
+    # At place p is the element i whose place is p.
     at_place = lax.broadcasted_iota(np.int32, shape, rank - 2) == lax.broadcast_in_dim(
         places, shape, (*range(rank - 2), rank - 1)
     )

@@ -35,6 +35,7 @@ def _apply_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_constant(reader: BlockReader, operation: Any) -> Any:
+    """A constant array, of one number for all elements (a splat) or of a list."""
     value = operation.attributes["value"]
     shape = read_shape(operation)
     dtype = read_dtype(operation)
@@ -126,6 +127,7 @@ def _find_total_order(value: Any) -> Any:
 
 
 def _select(reader: BlockReader, operation: Any, which: Any, yes: Any, no: Any) -> Any:
+    """One of two arrays by a mask, element by element; a scalar mask chooses for all elements."""
     if np.ndim(which) == 0 and np.ndim(yes):
         which = lax.broadcast(which, np.shape(yes))
     return lax.select_n(which, no, yes)
@@ -136,6 +138,7 @@ def _clamp(reader: BlockReader, operation: Any, low: Any, x: Any, high: Any) -> 
 
 
 def _map_elements(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """The function of a region, applied to each element."""
     return reader.map_function(find_body(operation), np.ndim(operands[0]))(*operands)
 
 

@@ -23,8 +23,12 @@ from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 
 
 def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
-    """The same bytes in memory, as another shape, layout or dtype."""
-    # Layouts name dims from the one that changes fastest: {0, 1} of [2, 3] is stored as its transpose [3, 2].
+    """The same bytes in memory, as another shape, layout or dtype.
+
+    Worked example: [2, 3] in the layout {0, 1} to [6] in the layout {0}. A layout names the dims from the one that
+    changes fastest, so that the array is stored as its transpose [3, 2]. The six elements of the result are those of
+    the transpose, row by row.
+    """
     source = read_integers(operation, "source_layout")[::-1]
     target = read_integers(operation, "result_layout")[::-1]
     shape = read_shape(operation)
@@ -103,6 +107,7 @@ def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
+    """A gather, whose dimension numbers are those of jax under other names."""
     attribute = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
     indices = _put_vector_last(indices, attribute.index_vector_dim)
     numbers = lax.GatherDimensionNumbers(
@@ -113,18 +118,22 @@ def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
         start_indices_batching_dims=tuple(attribute.start_indices_batching_dims),
     )
     sizes = read_integers(operation, "slice_sizes")
-    # A module clamps places that do not exist; what jax fills is a select behind it.
+    # A module clamps indices out of bounds. A gather of jax that fills them is a clamped one, and a select behind it.
     return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
 
 
 def _put_vector_last(indices: Any, dim: int) -> Any:
-    """Indices [..., n] of places, from those with the coordinates of a place along `dim`, or without such a dim."""
+    """Indices [..., n] with the n coordinates of a place in the last dim, from indices that have them in dim `dim`.
+
+    Indices of one coordinate may have no such dim: then `dim` is their rank.
+    """
     if dim == np.ndim(indices):
         return lax.expand_dims(indices, (dim,))
     return jnp.moveaxis(indices, dim, -1)
 
 
 def _scatter(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """A scatter of one array that writes updates, or adds them."""
     count = len(operands) // 2
     if count != 1:
         raise UnreadableError("scatter of several arrays")
@@ -141,7 +150,7 @@ def _scatter(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     name = name_combiner(find_body(operation))
     if name not in _SCATTERS:
         raise UnreadableError("scatter by another function than a sum")
-    mode = lax.GatherScatterMode.FILL_OR_DROP  # what is written where no place is is dropped
+    mode = lax.GatherScatterMode.FILL_OR_DROP  # an update out of bounds is dropped
     return _SCATTERS[name](x, indices, updates, numbers, mode=mode)
 
 
