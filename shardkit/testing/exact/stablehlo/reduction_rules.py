@@ -1,8 +1,8 @@
 """Operations over dims, which have a region that combines or compares two elements.
 
-Worked example: `reduce(%x, %zero) dimensions = [0] ({ (%a, %b): return add %a, %b })` of x [8, 3]. The region is an add,
-so that the operation is a reduce_sum of x over dim 0, plus the start %zero. A region of any other function, as that of
-an argmax, is applied to one element after the other.
+Worked example: `reduce(%x, %zero) dimensions = [0] ({ (%a, %b): return add %a, %b })` of x [8, 3]. The region is an
+add, so that the operation is a reduce_sum of x over dim 0, plus the start %zero. A region of any other function, as
+that of an argmax, is applied to one element after the other.
 """
 
 from __future__ import annotations
