@@ -115,7 +115,7 @@ def check_conclusive(where: str, grads: Any, loss: Any = 0.0) -> None:
     if not_finite:
         verb = "is" if len(not_finite) == 1 else "are"
         reason = f"{quoted(not_finite)} {verb} not finite"
-    elif not any(np.any(x) for _, x in leaves):
+    elif not any(x.any() for _, x in leaves):
         reason = "all gradients are zero"
     else:
         return
@@ -168,9 +168,9 @@ def find_unequal_replicas(x: Any) -> tuple[int, int] | None:
     for shard in x.addressable_shards:
         replicas.setdefault(str(shard.index), []).append(shard)
     for copies in replicas.values():
-        other = find_other_bits([_fetch(shard.data) for shard in copies])
-        if other:
-            return copies[0].device.id, copies[other].device.id
+        number = find_other_bits([_fetch(shard.data) for shard in copies])
+        if number:
+            return copies[0].device.id, copies[number].device.id
     return None
 
 
@@ -183,7 +183,10 @@ def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray,
     one for each; `overall` is the largest magnitude of all leaves.
     """
     expected_leaves = [y for _, y in list_leaves(expected)]
-    overall = max((magnitude(y) for y in expected_leaves if is_float(y)), default=0.0)
+    overall = 0.0
+    for y in expected_leaves:
+        if is_float(y):
+            overall = max(overall, magnitude(y))
     worst: Gap | None = None
     worst_excess = 0.0
     for number, ((path, x), y) in enumerate(zip(list_leaves(actual), expected_leaves, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,9 @@ def _push_forward(original: ArrayFunction, mesh: Any, note: Note, primals: Any, 
     float_tangents = _select(tangents, is_float_primal)
     outs, out_tangents = interpret(compute_both, mesh, note)(list(primals), float_tangents)
     # The tangent of an integer is float0, which jax calls a zero.
-    zeros = [np.zeros(jnp.shape(y), jax.dtypes.float0) for y in outs]
+    zeros = []
+    for y in outs:
+        zeros.append(np.zeros(jnp.shape(y), jax.dtypes.float0))
     is_float_out = [is_float(y) for y in outs]
     return outs, _replace_floats(zeros, out_tangents, is_float_out)
 
@@ -153,7 +156,7 @@ def restrict_to_floats(original: ArrayFunction, primals: Any) -> Callable[[list[
 
 def _select(values: Any, mask: Sequence[bool]) -> list[Any]:
     """The values where the mask is True."""
-    return [x for x, selected in zip(values, mask, strict=True) if selected]
+    return list(itertools.compress(values, mask))
 
 
 def _replace_floats(values: Any, floats: Any, mask: Sequence[bool] | None = None) -> list[Any]:
@@ -203,7 +206,10 @@ class _Emulator(JaxprInterpreter[Any]):
             return operands
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)
-        if not any(_needs_shard_map(jaxpr) for _, jaxpr in compat.inner_jaxprs(equation)):
+        needs_shard_map = False
+        for _, jaxpr in compat.inner_jaxprs(equation):
+            needs_shard_map = needs_shard_map or _needs_shard_map(jaxpr)
+        if not needs_shard_map:
             return _bind_without_mesh(equation, operands)
         if name == compat.SOLVE:
             (solve,) = compat.inner_programs(equation)
@@ -265,23 +271,28 @@ class _Emulator(JaxprInterpreter[Any]):
         for name in reversed(sizes):
             in_axes = [0 if name in all_axes(spec) else None for spec in specs]
             run_devices = jax.vmap(run_devices, in_axes=(0, *in_axes), axis_name=name)
-        shards = [split_shards(x, spec, sizes) for x, spec in zip(operands, specs, strict=True)]
+        shards = []
+        for x, spec in zip(operands, specs, strict=True):
+            shards.append(split_shards(x, spec, sizes))
         # The first argument has every axis, so that each vmap maps at least one.
         devices = jnp.zeros(tuple(sizes.values()), jnp.int8)
         # jax keeps the names that vmap binds in the order in which it first met them. That of this mesh decides.
         with jax.sharding.use_abstract_mesh(params["mesh"]):
             results = run_devices(devices, *shards)
-        return [join_shards(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
+        arrays = []
+        for x, spec in zip(results, params["out_specs"], strict=True):
+            arrays.append(join_shards(x, spec, sizes))
+        return arrays
 
 
 def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
     name = equation.primitive.name
     row = registered(name)
     if row.emulate is None:
-        names = quoted(sorted(primitive.name for primitive in TABLE.values() if primitive.emulate))
+        known = sorted(primitive.name for primitive in TABLE.values() if primitive.emulate)
         raise ValueError(
-            f"emulate: a collective must be one of {names}; got {name}. Run the kernel with jax.shard_map on simulated "
-            "devices."
+            f"emulate: a collective must be one of {quoted(known)}; got {name}. Run the kernel with jax.shard_map on "
+            "simulated devices."
         )
     groups = equation.params.get("axis_index_groups")
     if groups is not None:
@@ -310,12 +321,12 @@ def _compare_devices(x: Any, equation: Any, note: Note) -> None:
     def compare(values: np.ndarray) -> None:
         for dim in dims:
             devices = np.moveaxis(values, dim, 0)
-            other = find_other_bits(list(devices))
-            if other:
-                gap = np.max(distance(devices[other], devices[0]))
+            number = find_other_bits(list(devices))
+            if number:
+                gap = np.max(distance(devices[number], devices[0]))
                 note(
                     f"assume_replicated needs the same bits on all devices along axis {names[dim]!r}; at {line} device "
-                    f"{other} differs from device 0 by up to {gap:.3g}. Complete the exchange over {names[dim]!r}, or "
+                    f"{number} differs from device 0 by up to {gap:.3g}. Complete the exchange over {names[dim]!r}, or "
                     "leave the value varying."
                 )
                 return

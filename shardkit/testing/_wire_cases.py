@@ -145,6 +145,15 @@ def _find_largest_integer(dtype: Any) -> int:
     return min(limit, 2**24)
 
 
+def _find_prime(limit: int) -> int:
+    """The largest of the primes up to a limit; the smallest prime if the limit is below it."""
+    prime = _PRIMES[0]
+    for candidate in _PRIMES:  # they ascend
+        if candidate <= limit:
+            prime = candidate
+    return prime
+
+
 class WireIntegers(NamedTuple):
     """The integers of one collective that each device sends in a round.
 
@@ -165,9 +174,8 @@ class WireIntegers(NamedTuple):
         devices = case.groups.shape[1]
         adds = case.row.kind == "reduce_scatter" or case.row.reduces == "sum"
         if not adds:
-            prime = max((p for p in _PRIMES if p <= limit), default=_PRIMES[0])
-            return cls(case, prime, devices)
-        prime = max((p for p in _PRIMES if p * devices <= limit), default=_PRIMES[0])
+            return cls(case, _find_prime(limit), devices)
+        prime = _find_prime(limit // devices)  # a sum of all devices' integers must be exact too
         return cls(case, prime, min(devices, limit // prime))
 
     def make(self, device: Any, number: Any) -> jax.Array:
@@ -341,7 +349,9 @@ class WireProgram:
         devices = self._spread(np.arange(self.mesh.size))
         numbers = self._spread(np.full(self.mesh.size, number))
         positions, values = self.run(devices, numbers)
-        values_of_device = {shard.device: np.asarray(shard.data)[0] for shard in values.addressable_shards}
+        values_of_device = {}
+        for shard in values.addressable_shards:
+            values_of_device[shard.device] = np.asarray(shard.data)[0]
         for shard in positions.addressable_shards:
             positions_here = np.asarray(shard.data)[0]
             values_here = values_of_device[shard.device]

@@ -255,7 +255,9 @@ def _make_vjp(fn: Any, structure: Any) -> Callable[..., Any]:
         floats = [jnp.asarray(x) for x in leaves if is_float(x)]
         out, vjp = jax.vjp(restrict_to_floats(call_flat, leaves), floats)
         # A kernel in a narrower dtype than the reference gets its cotangents in that dtype.
-        cotangents_of_out = [c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)]
+        cotangents_of_out = []
+        for cotangent, y in zip(cotangents, out, strict=True):
+            cotangents_of_out.append(cotangent.astype(y.dtype))
         (grads_of_floats,) = vjp(cotangents_of_out)
         remaining = iter(grads_of_floats)
         grads = []

@@ -122,7 +122,8 @@ def certify_gradients(
             proved.append(sizes)
     if mistakes:
         raise AssertionError(_report(mistakes))
-    if not any(math.prod(sizes.values()) > 1 for sizes in proved):
+    largest = max((math.prod(sizes.values()) for sizes in proved), default=0)
+    if largest <= 1:
         raise ValueError(
             f"certify_gradients: the batch and the parameters must be divisible by {named(tuple(axes))}; they fit no "
             f"mesh of 2 to {count} devices. Pass larger arrays or other specs."
@@ -198,8 +199,8 @@ def factorizations(devices: int, k: int) -> list[tuple[int, ...]]:
         return [(n,) for n in range(1, devices + 1)]
     tuples = []
     for n in range(1, devices + 1):
-        for others in factorizations(devices // n, k - 1):
-            tuples.append((n, *others))
+        for minor_sizes in factorizations(devices // n, k - 1):
+            tuples.append((n, *minor_sizes))
     return tuples
 
 
@@ -234,7 +235,8 @@ def _split_gradient(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -
     For example, [8, 6] with spec P("data") on data=2, model=4 is split to [2, 4, 6], and repeated to [2, 4, 4, 6].
     """
     shards = split_shards(x, spec, sizes)
-    missing_dims = [dim for dim, name in enumerate(sizes) if name not in all_axes(spec)]
+    split_axes = all_axes(spec)
+    missing_dims = [dim for dim, name in enumerate(sizes) if name not in split_axes]
     shards = np.expand_dims(shards, missing_dims)
     local_shape = shards.shape[len(sizes) :]
     return np.broadcast_to(shards, (*sizes.values(), *local_shape))
@@ -289,7 +291,11 @@ def _describe_mistake(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relat
 def _describe_unreduced(x: np.ndarray, y: np.ndarray, dims: list[int], sizes: dict[str, int], near: float) -> str:
     """How gradients x that differ along some mesh dims, where y is the same, become y: by a sum, a mean or neither."""
     names = list(sizes)
-    axes = " and ".join(f"axis {names[dim]!r} (size {sizes[names[dim]]})" for dim in dims)
+    descriptions = []
+    for dim in dims:
+        name = names[dim]
+        descriptions.append(f"axis {name!r} (size {sizes[name]})")
+    axes = " and ".join(descriptions)
     expected = _take_first(y, dims)
     total = x.sum(tuple(dims), keepdims=True)
     if np.max(distance(total, expected)) <= near:
@@ -361,10 +367,10 @@ def _report(mistakes: list[_Mistake]) -> str:
         if any(simpler_axes <= axes for simpler_axes in explained_axes.get(mistake.path, ())):
             continue
         paths = []
-        for other in mistakes:
-            if other.sizes == mistake.sizes and other.text == mistake.text:
-                paths.append(other.path)
-                explained_axes.setdefault(other.path, []).append(axes)
+        for same_mesh_mistake in mistakes:
+            if same_mesh_mistake.sizes == mistake.sizes and same_mesh_mistake.text == mistake.text:
+                paths.append(same_mesh_mistake.path)
+                explained_axes.setdefault(same_mesh_mistake.path, []).append(axes)
         names = ", ".join(f"`{path}`" for path in paths[:5])
         if len(paths) > 5:
             names += f" and {len(paths) - 5} more"

@@ -226,7 +226,9 @@ def _find_largest(x: Any) -> float:
 
 def estimate_noise(grads: Any, relative: float) -> Any:
     """The error that another order of summation may cause in each gradient leaf, a number."""
-    overall = max((magnitude(x) for _, x in list_leaves(grads)), default=0.0)
+    overall = 0.0
+    for _, x in list_leaves(grads):
+        overall = max(overall, magnitude(x))
 
     def estimate(x: Any) -> float:
         return max(relative * magnitude(x), ZERO * overall)
@@ -244,8 +246,8 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     carried = training.init_carried(params)
     steps = []
     for index, batch in enumerate(training.batches):
-        examples = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-        keys = example_keys(step_key(training.key, index), examples)
+        arrays = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
+        keys = example_keys(step_key(training.key, index), len(arrays[0]))
         results = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
         loss, metrics, grads = jax.device_get(results)
         if sign:

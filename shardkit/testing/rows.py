@@ -103,7 +103,10 @@ def covering(
     sizes = {name: len(values) for name, values in factors.items()}
 
     def fits(row: Mapping[str, int]) -> bool:
-        return allowed({name: factors[name][index] for name, index in row.items()})
+        choice = {}
+        for name, index in row.items():
+            choice[name] = factors[name][index]
+        return allowed(choice)
 
     # A row is a number of a value for each factor. With plan, accumulate and precision of two values each there are 12
     # pairs. The first row completes the first pair, accumulate 0 with plan 0, by the precision 0, and covers three
@@ -122,7 +125,10 @@ def covering(
             uncovered.pop(pair_of_row, None)
     choices = []
     for row in rows:
-        choices.append({name: values[row[name]] for name, values in factors.items()})
+        choice = {}
+        for name, values in factors.items():
+            choice[name] = values[row[name]]
+        choices.append(choice)
     return choices
 
 
@@ -154,13 +160,19 @@ def _complete(
     valid_values: dict[str, list[int]] = {}
     for name, size in sizes.items():
         if name not in row:
-            valid_values[name] = [index for index in range(size) if fits({**row, name: index})]
+            valid_values[name] = []
+            for index in range(size):
+                if fits({**row, name: index}):
+                    valid_values[name].append(index)
             if not valid_values[name]:
                 return None
 
     def count_new_pairs(name: str, index: int) -> int:
-        pairs = [tuple(sorted([(name, index), choice])) for choice in row.items()]
-        return sum(pair in uncovered for pair in pairs)
+        count = 0
+        for choice in row.items():
+            pair = tuple(sorted([(name, index), choice]))
+            count += pair in uncovered
+        return count
 
     def find_best_gain(name: str) -> tuple[int, str]:
         return max(count_new_pairs(name, index) for index in valid_values[name]), name
