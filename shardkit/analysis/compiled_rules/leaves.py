@@ -45,8 +45,8 @@ def _find_usable_axes(sharding: jax.sharding.NamedSharding, shard_shape: tuple[i
     named = all_axes(sharding.spec)
     axes = []
     for axis, n in sharding.mesh.shape.items():
-        divides = any(size % n == 0 for size in shard_shape if size)
-        if n > 1 and axis not in named and divides:
+        divisible = [size for size in shard_shape if size and size % n == 0]
+        if n > 1 and axis not in named and divisible:
             axes.append((axis, n))
     return tuple(axes)
 
@@ -84,7 +84,8 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
         if not has_sharding and _count_bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             groups.setdefault(leaf.argument, []).append(leaf)
     for argument, leaves in groups.items():
-        text = ", ".join(f"{leaf.name} ({format_type(leaf)})" for leaf in leaves[:3])
+        descriptions = [f"{leaf.name} ({format_type(leaf)})" for leaf in leaves[:3]]
+        text = ", ".join(descriptions)
         if len(leaves) > 3:
             text += f" and {len(leaves) - 3} more"
         if leaves[0].name != argument:

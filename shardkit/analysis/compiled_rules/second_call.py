@@ -106,7 +106,10 @@ def _next_arguments(first: Sequence[Any], originals: Sequence[Any], results: Seq
     arguments = []
     for argument, original in zip(first, originals, strict=True):
         leaves = jax.tree.leaves(argument)
-        was_consumed = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+        was_consumed = False  # whether the step was passed its buffers, and has donated them
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                was_consumed = True
         if was_consumed or len(leaves) > 1:
             number = _find_alike(argument, remaining)
             if number is not None:

@@ -236,7 +236,10 @@ def _find_loads(census: Census, sizes: Mapping[str, int]) -> list[Load]:
             moves = row.moves
         key = (row.kind, axes, moves)
         sent[key] = sent.get(key, 0.0) + float(row.total)
-    return [Load(kind, axes, size, moves) for (kind, axes, moves), size in sent.items()]
+    loads = []
+    for (kind, axes, moves), size in sent.items():
+        loads.append(Load(kind, axes, size, moves))
+    return loads
 
 
 def build(

@@ -156,12 +156,12 @@ class ModuleWork:
         """FLOPs of the matmuls in an instruction; one multiply and one add are two."""
         if instruction.opcode == "dot":
             # f32[8,16] dot f32[16,4], contracting 16: 2 x 32 elements x 16.
-            left = computation.instructions[instruction.operands[0]].shape
-            contracted = math.prod(left.dims[dim] for dim in instruction.contracting)
+            lhs = computation.instructions[instruction.operands[0]].shape
+            contracted = math.prod(lhs.dims[dim] for dim in instruction.contracting)
             return 2 * instruction.shape.size * contracted
         if instruction.opcode == "convolution":
-            left, right = (computation.instructions[operand].shape for operand in instruction.operands[:2])
-            return _convolution_flops(instruction, left, right)
+            lhs, rhs = (computation.instructions[operand].shape for operand in instruction.operands[:2])
+            return _convolution_flops(instruction, lhs, rhs)
         if instruction.opcode != "fusion":
             return 0
         fused = self.module.computations[instruction.calls[0]]
@@ -221,10 +221,13 @@ def _count_copied_bytes(copy: proto.Instruction) -> int:
 
     A copy-start returns a tuple of destination, source and a handle; the memory of each is the `space` of its shape.
     """
-    ends = copy.shape.parts[:2]
-    if any(end.space not in (_DEVICE, _HOST) for end in ends):
-        return 0
-    return sum(end.bytes for end in ends if end.space == _DEVICE)
+    copied_bytes = 0
+    for end in copy.shape.parts[:2]:
+        if end.space not in (_DEVICE, _HOST):
+            return 0
+        if end.space == _DEVICE:
+            copied_bytes += end.bytes
+    return copied_bytes
 
 
 def _moves_data(instruction: proto.Instruction) -> bool:

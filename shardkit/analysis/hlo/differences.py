@@ -187,22 +187,25 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
 
     A foreign call is compiled as it is, and its bytes stand nowhere in the program: it is left out too.
     """
-    census_rows = [row for row in census.rows if row.n > 1 and row.primitive not in CALLS]
+    census_rows = []
+    for row in census.rows:
+        if row.n > 1 and row.primitive not in CALLS:
+            census_rows.append(row)
     compiled_rows = [row for row in rows if row.n > 1]
     before, after, added = _tally(census_rows, compiled_rows)
-    found, after = _find_scatters_run_as_sums(before, after)
+    differences, after = _find_scatters_run_as_sums(before, after)
     for key in sorted(before.keys() | after.keys()):
         kind, _ = key
         old = before.get(key, _NOTHING)
         new = after.get(key, _NOTHING)
         if not _are_equal(old, new):
             line = _describe_change(_describe_key(key), old, new)
-            found.append(CompilerChange(line, kind, more=new.sent > old.sent))
+            differences.append(CompilerChange(line, kind, more=new.sent > old.sent))
     for key, traffic in sorted(added.items()):
         kind, _ = key
         line = f"added: {traffic.times} x {_describe_key(key)}, {traffic.bytes}{traffic.at}"
-        found.append(CompilerChange(line, kind, more=True, added=True))
-    return found
+        differences.append(CompilerChange(line, kind, more=True, added=True))
+    return differences
 
 
 def _are_equal(before: _Traffic, after: _Traffic) -> bool:

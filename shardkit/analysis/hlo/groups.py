@@ -75,12 +75,20 @@ def _cut_iota(count: int, size: int, dims: tuple[int, ...], order: tuple[int, ..
     strides = _find_strides(dims)
     devices = [0]
     for dim in order or range(len(dims)):
-        offsets = [step * strides[dim] for step in range(dims[dim])]
-        devices = [device + offset for device in devices for offset in offsets]
+        devices = _add_offsets(devices, dims[dim], strides[dim])
     groups = []
     for start in range(0, count * size, size):
         groups.append(tuple(devices[start : start + size]))
     return tuple(groups)
+
+
+def _add_offsets(devices: Sequence[int], size: int, stride: int) -> list[int]:
+    """For each device, it and its neighbours along one more dim: of [0, 1], size 2 and stride 4, [0, 4, 1, 5]."""
+    extended = []
+    for device in devices:
+        for step in range(size):
+            extended.append(device + step * stride)
+    return extended
 
 
 def _find_strides(dims: Sequence[int]) -> list[int]:
@@ -212,8 +220,7 @@ def _are_complete(groups: Groups, dims: Sequence[int], varying: Sequence[int]) -
     strides = _find_strides(dims)
     offsets = [0]
     for dim in varying:
-        steps = [step * strides[dim] for step in range(dims[dim])]
-        offsets = [offset + step for offset in offsets for step in steps]
+        offsets = _add_offsets(offsets, dims[dim], strides[dim])
     complete = set(offsets)
     for group in groups:
         first = min(group)

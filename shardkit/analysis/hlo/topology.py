@@ -122,9 +122,9 @@ def _factorize(count: int, parts: int) -> list[tuple[int, ...]]:
     for first in range(1, count + 1):
         if count % first:
             continue
-        for others in _factorize(count // first, parts - 1):
-            if first <= others[0]:
-                products.append((first, *others))
+        for later_factors in _factorize(count // first, parts - 1):
+            if first <= later_factors[0]:
+                products.append((first, *later_factors))
     return products
 
 

@@ -104,11 +104,17 @@ class Census:
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
         """Collectives in one call; a `while` counts once."""
-        return sum(r.times for r in self.select(axis=axis, kind=kind))
+        return sum(row.times for row in self.select(axis=axis, kind=kind))
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CensusRow, ...]:
         """The rows that use an axis and are of a kind."""
-        return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
+        rows = []
+        for row in self.rows:
+            has_axis = axis is None or axis in row.axes
+            has_kind = kind is None or kind == row.kind
+            if has_axis and has_kind:
+                rows.append(row)
+        return tuple(rows)
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes are numbers."""
@@ -167,8 +173,10 @@ class Census:
         for rows in self._group_alike():
             lines.append(_table_line(rows))
         text = [table(lines)]
-        axes = sorted({axis for row in self.rows for axis in row.axes})
-        for axis in axes:
+        axes: set[str] = set()
+        for row in self.rows:
+            axes.update(row.axes)
+        for axis in sorted(axes):
             text.append(f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}")
         text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent per device")
         if any(row.count is None for row in self.rows):
@@ -259,8 +267,9 @@ def census_of(jaxpr: Any) -> Census:
 def _refuse_uncounted(site: Site) -> None:
     """Refuses a primitive inside a shard_map that may send what the program does not show."""
     if compat.reaches_others(site.equation):
-        if any(find_claim(holder) is not None for holder in sites_around(site)):  # all that this kernel sends is stated
-            return
+        for holder in sites_around(site):
+            if find_claim(holder) is not None:  # all that this kernel sends is stated
+                return
         raise ValueError(
             f"census: every collective must be in the program; the primitive {site.name!r} at {site.source} may send "
             "to other devices by itself. To say what it sends, call it inside `with sk.analysis.sends(kind, axis, "
@@ -280,7 +289,9 @@ def _find_collectives_of_gradients(jaxpr: Any) -> set[int]:
 
     def visit(block: Block) -> None:
         for equation in block.jaxpr.eqns:
-            if kind_of(equation) is not None and any(block.state(v).from_gradient for v in equation.invars):
+            if kind_of(equation) is None:
+                continue
+            if any(block.state(v).from_gradient for v in equation.invars):
                 collectives.add(id(equation))
 
     follow(jaxpr, visit)

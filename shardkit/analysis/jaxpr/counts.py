@@ -133,13 +133,13 @@ def flops_of(equation: Any) -> int:
     """FLOPs of a matmul or a convolution; 0 of anything else."""
     name = equation.primitive.name
     if name == "dot_general":
-        left = equation.invars[0].aval.shape
+        lhs = equation.invars[0].aval.shape
         result = equation.outvars[0].aval.shape
         (contracted_dims, _), _ = equation.params["dimension_numbers"]
-        return 2 * math.prod(result) * math.prod(left[dim] for dim in contracted_dims)
+        return 2 * math.prod(result) * math.prod(lhs[dim] for dim in contracted_dims)
     if name == "ragged_dot_general":  # each row with the matrix of its group, or each pair of rows
-        left, right = (v.aval.shape for v in equation.invars[:2])
-        return 2 * math.prod(left) * int(right[-1])
+        lhs, rhs = (v.aval.shape for v in equation.invars[:2])
+        return 2 * math.prod(lhs) * int(rhs[-1])
     if name == "conv_general_dilated":
         return _flops_of_convolution(equation)
     return 0
@@ -148,13 +148,13 @@ def flops_of(equation: Any) -> int:
 def _flops_of_convolution(equation: Any) -> int:
     params = equation.params
     numbers = params["dimension_numbers"]
-    left, right = (v.aval.shape for v in equation.invars)
+    lhs, rhs = (v.aval.shape for v in equation.invars)
     result = equation.outvars[0].aval.shape
     pairs = 1  # of an output position and an input element, over all spatial dims
     for dim, (low, _) in enumerate(params["padding"]):
         pairs *= taps(
-            left[numbers.lhs_spec[dim + 2]],
-            right[numbers.rhs_spec[dim + 2]],
+            lhs[numbers.lhs_spec[dim + 2]],
+            rhs[numbers.rhs_spec[dim + 2]],
             result[numbers.out_spec[dim + 2]],
             stride=params["window_strides"][dim],
             low=low,
@@ -163,7 +163,7 @@ def _flops_of_convolution(equation: Any) -> int:
         )
     batch = result[numbers.out_spec[0]]
     features_out = result[numbers.out_spec[1]]
-    features_in = right[numbers.rhs_spec[1]]
+    features_in = rhs[numbers.rhs_spec[1]]
     return int(2 * pairs * batch * features_out * features_in)
 
 

@@ -123,7 +123,11 @@ def enter_call(block: Block, equation: Any) -> Block | None:
 
 def find_split_axes(equation: Any, context: Context) -> tuple[str, ...]:
     """The axes of a collective that have more than one device."""
-    return tuple(axis for axis in mesh_axes(equation) if context.sizes.get(axis, 1) > 1)
+    axes = []
+    for axis in mesh_axes(equation):
+        if context.sizes.get(axis, 1) > 1:
+            axes.append(axis)
+    return tuple(axes)
 
 
 def format_type(variable: Any) -> str:

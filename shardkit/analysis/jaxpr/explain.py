@@ -109,8 +109,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         "w is invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     """
     jaxpr = trace_step(fn, args, kwargs).jaxpr
-    after = sum(row.times for row in census_of(jaxpr).rows if row.update)
-    return Explanation(tuple(_explain_site(site, origins) for site, origins in with_origins(jaxpr)), after)
+    after_update = 0
+    for row in census_of(jaxpr).rows:
+        if row.update:
+            after_update += row.times
+    collectives = []
+    for site, origins in with_origins(jaxpr):
+        collectives.append(_explain_site(site, origins))
+    return Explanation(tuple(collectives), after_update)
 
 
 # Worked example: `loss = sum(psum(x * w, "data"))` of a w that is invariant over "data", and its gradient.
@@ -147,7 +153,10 @@ def _group_forward(sites: Sequence[Site]) -> dict[_Key, list[Site]]:
     """What has a collective as its transpose, by the key of that collective, with and without its shapes."""
     forward: dict[_Key, list[Site]] = {}
     # An equation of a function that is called twice is one equation.
-    by_equation = {id(site.equation): site for site in sites if not site.backward or site.recomputed}
+    by_equation = {}
+    for site in sites:
+        if not site.backward or site.recomputed:
+            by_equation[id(site.equation)] = site
     for site in by_equation.values():
         kind = registered(site.name).gradient
         if kind:

@@ -137,7 +137,10 @@ def _trace_arrays(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def leaves_of(step: TracedStep) -> list[StepLeaf]:
     """The arrays among a step's arguments, in the order of the program's arguments."""
     jaxpr = step.jaxpr
-    paths = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(step.args) if _is_array(leaf)]
+    paths = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(step.args):
+        if _is_array(leaf):
+            paths.append((path, leaf))
     shapes = [tuple(getattr(leaf, "shape", ())) for _, leaf in paths]
     if shapes != [tuple(v.aval.shape) for v in jaxpr.invars]:  # a framework that flattens in its own order
         return _leaves_of_program(jaxpr)

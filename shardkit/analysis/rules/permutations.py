@@ -41,7 +41,9 @@ class _Problem(NamedTuple):
 
 def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Sequence[int]) -> _Problem | None:
     n = math.prod(shape)
-    pairs = [(int(source), int(target)) for source, target in equation.params["perm"]]
+    pairs = []
+    for source, target in equation.params["perm"]:
+        pairs.append((int(source), int(target)))
     subject = f"ppermute over {quoted(axes)} of {n} devices"
     wrong = _find_wrong_device(pairs, n)
     if wrong:

@@ -269,4 +269,5 @@ def _may_make_a_key(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return False
-    return any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.integer, np.bool_))
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return is_key or dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)

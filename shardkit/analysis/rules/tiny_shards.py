@@ -47,7 +47,10 @@ def _is_input(block: Block, variable: Any) -> bool:
     """Whether a value is an input of a shard_map, perhaps cast: sharded state."""
     if block.owner is None:
         return False
-    makers = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
+    makers = {}  # by result, its equation
+    for equation in block.jaxpr.eqns:
+        for out in equation.outvars:
+            makers[out] = equation
     while variable in makers and passes_on(makers[variable]):
         equation = makers[variable]
         number = equation.outvars.index(variable)  # a barrier has several operands
