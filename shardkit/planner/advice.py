@@ -154,7 +154,10 @@ def _name_change(before: Layout, after: Layout) -> str:
     For example from data=8 to data=2, fsdp=4 it is "fsdp"; to data=4, tensor=2, accumulate=2 it is "tensor": a replica
     has twice as many examples, in twice as many microbatches. To fsdp=8 with remat="full" it takes two changes.
     """
-    changed = {name for name in before._fields if getattr(before, name) != getattr(after, name)}
+    changed = set()  # the names of fields
+    for name in before._fields:
+        if getattr(before, name) != getattr(after, name):
+            changed.add(name)
     if changed & {"context", "expert", "stage"}:
         if after.context > before.context and changed <= {"data", "fsdp", "context"}:
             return "context"

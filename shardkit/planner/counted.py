@@ -149,7 +149,9 @@ def counted(
     params_in_loss, batch_in_loss = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
     counts = of_loss(loss_fn, params_in_loss, batch_in_loss, iterations)
     leaves = by_path("counted", jax.tree_util.tree_leaves_with_path(params))
-    sizes = {path: math.prod(leaf.shape) for path, leaf in leaves.items()}
+    sizes = {}
+    for path, leaf in leaves.items():
+        sizes[path] = math.prod(leaf.shape)
     layers = _count_layers(loss_fn, params, batch, layerwise)
     return Counted(sizes, layers, counts, compute, params, layerwise)
 
@@ -164,8 +166,12 @@ def _count_layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str
         return 0
     plan = fsdp("data", layerwise=layerwise, min_size=1)
     init, step = make_train_step(value_and_grad(loss_fn), optax.sgd(0.1), mesh=abstract_mesh(data=2), plan=plan)
+
     # Two devices, each with as many examples as the loss was given.
-    batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+    def double(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
+
+    batches = jax.tree.map(double, batch)
     try:
         jax.eval_shape(step, init.abstract(params), batches)
     except Exception:  # a loss that uses lazy leaves as arrays, which jax and libraries refuse in many ways
@@ -198,7 +204,12 @@ def search_counted(model: Counted, machine: Machine, chips: int, batch: int) -> 
             if candidate.fits:
                 candidates.append(candidate)
     order = list(plans)
-    return sorted(candidates, key=lambda each: (each.seconds, each.layout.accumulate, order.index(each.layout.plan)))
+
+    def fastest_first(candidate: Any) -> tuple[float, int, int]:
+        layout = candidate.layout
+        return candidate.seconds, layout.accumulate, order.index(layout.plan)
+
+    return sorted(candidates, key=fastest_first)
 
 
 def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int, state: float, traffic: PlanTraffic) -> Any:
@@ -262,12 +273,12 @@ def _count_state(model: Counted, plan: Plan, data: int) -> float:
     state: float = model.counts.copied_bytes
     for leaf, layout in zip(jax.tree.leaves(model.params), layouts, strict=True):
         size = math.prod(leaf.shape)
-        rest = math.prod(local_shape(leaf.shape, layout.rest, mesh))
+        parameter = math.prod(local_shape(leaf.shape, layout.rest, mesh))
         update = math.prod(local_shape(leaf.shape, layout.update, mesh))
         gradient = math.prod(local_shape(leaf.shape, layout.grad, mesh))
-        state += 4 * rest + 8 * update + 4 * gradient
+        state += 4 * parameter + 8 * update + 4 * gradient
         if layout.lazy:
             state += 2 * copy * size / model.layers  # two layers, one of which is gathered beside the other's compute
-        elif copy < 4 or rest < size:
+        elif copy < 4 or parameter < size:
             state += copy * size
     return state

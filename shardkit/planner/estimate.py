@@ -15,6 +15,7 @@ The figures rank layouts. What a compiler makes of a step is its own affair, but
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -174,7 +175,7 @@ def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:
     """Whether that many tensor-parallel ways divide the model, and fit into a GPU host."""
     if not chip.torus and chip.host % tensor:
         return False
-    return all(size % tensor == 0 for size in (model.heads, model.key_heads, model.width))
+    return math.gcd(model.heads, model.key_heads, model.width) % tensor == 0
 
 
 def check_machine(machine: Machine) -> None:

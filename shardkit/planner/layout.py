@@ -49,7 +49,10 @@ class Layout(NamedTuple):
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes, without axes of size 1 (but at least one axis); the last axis has the nearest
         chips."""
-        sizes = {name: size for name, size in self._mesh_sizes().items() if size > 1}
+        sizes = {}
+        for name, size in self._mesh_sizes().items():
+            if size > 1:
+                sizes[name] = size
         return sizes or {"data": 1}
 
     @property

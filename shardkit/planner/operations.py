@@ -71,9 +71,9 @@ def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
     products = [*_count_products(share), *experts]
     # Norms, residuals, rotations and the activation, in bfloat16, each operand read and each result written once: ten
     # arrays of the stream's size, two of queries and of keys, and one and a half of gate and up.
-    around = OperationCost(0, 20 * stream + 4 * heads + 3 * sizes.inner)
+    elementwise = OperationCost(0, 20 * stream + 4 * heads + 3 * sizes.inner)
     # Their gradients, those of norms partly in float32.
-    around_backward = OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner)
+    elementwise_backward = OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner)
     # Rows of experts moved to their places, back, and summed with their gates; their gradients move as much.
     routing = OperationCost(0, habits.routing * sizes.rows)
     # A scan fills the stack of what all layers save with zeros, writes into it, and reads from it.
@@ -83,11 +83,11 @@ def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
     if share.layout.remat == "selective":
         repeated = experts
     elif share.layout.remat == "full":
-        repeated = [*products[:-1], around]  # not the last matmul, whose result nothing needs
-    forward = [*products, around, saved, routing]
-    again = [*repeated, routing]
-    backward = [*products, *products, around_backward, routing]
-    return _time([*forward, *again, *backward], machine) + time_attention(share, machine)
+        repeated = [*products[:-1], elementwise]  # not the last matmul, whose result nothing needs
+    forward = [*products, elementwise, saved, routing]
+    recomputation = [*repeated, routing]
+    backward = [*products, *products, elementwise_backward, routing]
+    return _time([*forward, *recomputation, *backward], machine) + time_attention(share, machine)
 
 
 def time_attention(share: Share, machine: Machine) -> float:

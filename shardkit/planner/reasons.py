@@ -55,7 +55,8 @@ def _draw_bars(rows: list[tuple[str, Candidate | str]]) -> list[str]:
         this layout  ############              2.00
         data alone   ########################  4.00, does not fit: 126.62 of 72.00 GB
     """
-    longest = max(result.seconds for _, result in rows if isinstance(result, Candidate))
+    candidates = [result for _, result in rows if isinstance(result, Candidate)]
+    longest = max(candidate.seconds for candidate in candidates)
     width = max(len(name) for name, _ in rows)
     lines = []
     for name, result in rows:
@@ -97,14 +98,14 @@ def _list_faster(best: Candidate, judge: Judge) -> Iterator[str]:
     """Layouts that differ in one thing and are faster, though some do not fit."""
     for name, layout in _list_neighbours(best.layout):
         try:
-            other = judge(layout)
+            neighbour = judge(layout)
         except ValueError:  # it does not divide
             continue
-        if other.seconds >= 0.995 * best.seconds:
+        if neighbour.seconds >= 0.995 * best.seconds:
             continue
-        memory = _format_memory(other)
-        verdict = f"needs {memory}" if other.fits else f"does not fit: {memory}"
-        yield f"{name}: {other.seconds:.2f} s instead of {best.seconds:.2f} s, {verdict}"
+        memory = _format_memory(neighbour)
+        verdict = f"needs {memory}" if neighbour.fits else f"does not fit: {memory}"
+        yield f"{name}: {neighbour.seconds:.2f} s instead of {best.seconds:.2f} s, {verdict}"
 
 
 def _list_neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
@@ -127,9 +128,9 @@ def _list_usual(layout: Layout, judge: Judge) -> Iterator[tuple[str, Candidate |
         "data, fsdp 8, tensor 8": Layout(data=chips // 64, fsdp=8, tensor=8),
         "fsdp, 4 stages, tensor 8": Layout(fsdp=chips // 32, tensor=8, stage=4),
     }
-    for name, ways in usual.items():
-        if ways.chips == chips:
-            yield name, _judge_usual(ways, judge)
+    for name, usual_layout in usual.items():
+        if usual_layout.chips == chips:
+            yield name, _judge_usual(usual_layout, judge)
 
 
 def _judge_usual(layout: Layout, judge: Judge) -> Candidate | str:

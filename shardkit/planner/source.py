@@ -53,11 +53,11 @@ def source_of(
 
 
 def _write_counted(candidate: CountedCandidate) -> str:
-    ways = candidate.layout
-    plan = f'sk.{ways.plan}("data")'
-    if ways.plan == "layerwise":
+    layout = candidate.layout
+    plan = f'sk.{layout.plan}("data")'
+    if layout.plan == "layerwise":
         plan = f'sk.fsdp("data", layerwise={candidate.model.layerwise!r})'
-    return _COUNTED.format(layout=ways, plan=plan, data=ways.data, accumulate=ways.accumulate)
+    return _COUNTED.format(layout=layout, plan=plan, data=layout.data, accumulate=layout.accumulate)
 
 
 def _write_transformer(candidate: Candidate, batch: int, sequence: int) -> str:
@@ -73,7 +73,7 @@ def _write_transformer(candidate: Candidate, batch: int, sequence: int) -> str:
         layout=layout,
         config=_write_config(candidate.config()),
         axes=_write_axes(layout),
-        mesh=", ".join(f"{axis}={ways}" for axis, ways in layout.axes.items()),
+        mesh=", ".join(f"{axis}={size}" for axis, size in layout.axes.items()),
         plan=_write_plan(layout),
         pipeline=pipeline,
         gradient=gradient,
@@ -104,7 +104,9 @@ def _write_axes(layout: Layout) -> str:
 
 
 def _write_plan(layout: Layout) -> str:
-    plans = [_PLANS[axis].format(ways=ways) for axis, ways in layout.axes.items()]
+    plans = []
+    for axis, size in layout.axes.items():
+        plans.append(_PLANS[axis].format(ways=size))
     if len(plans) == 1:
         return plans[0]
     lines = ",\n    ".join(plans)

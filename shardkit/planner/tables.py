@@ -45,14 +45,14 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
         rows.append([*sizes, *_format_figures(candidate)])
     if names:
         heads = ["", *names]
-        rows = [[head, *row] for head, row in zip(heads, rows, strict=True)]
+        for head, row in zip(heads, rows, strict=True):
+            row.insert(0, head)
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(len(cell) for cell in column))
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells))
+        lines.append("  ".join(map(str.rjust, row, widths)))
     return "\n".join(lines)
 
 
