@@ -101,7 +101,10 @@ def sent_share(kind: str, n: int) -> float:
 def _are_pairs(pairs: object) -> bool:
     if not isinstance(pairs, Sequence):
         return False
-    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            return False
+    return True
 
 
 def bus_factor(op: str, n: int) -> float:
