@@ -83,9 +83,9 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
         attended |= live
         rule = f"transformer: the tokens must be split over axes.{name}={axis!r}"
         remedy = f"Chain cp({axis!r}) into"
-        whole = live - varying_axes(tokens_bT)
-        if whole:
-            raise ValueError(f"{rule}; got the same tokens along {named(sorted(whole))}. {remedy} the plan.")
+        same_tokens = live - varying_axes(tokens_bT)
+        if same_tokens:
+            raise ValueError(f"{rule}; got the same tokens along {named(sorted(same_tokens))}. {remedy} the plan.")
         split_examples = set() if token_split is None else live - set(token_split)
         if split_examples:
             raise ValueError(
