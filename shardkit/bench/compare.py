@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -176,7 +177,7 @@ def _separate_runs(records: Sequence[Record]) -> list[dict[str, Record]]:
         if not row_runs or case in row_runs[-1]:
             row_runs.append({})
         row_runs[-1][case] = record
-    return [run for row_runs in runs.values() for run in row_runs]
+    return list(itertools.chain(*runs.values()))
 
 
 def _read_times(name: str, record: Record, run: dict[str, Record]) -> _Times:

@@ -44,18 +44,18 @@ class Compared:
         """The number of wrong elements of one device."""
         block = np.asarray(shard.data)[0]
         expected = self.expected[shard.index[0].start or 0]
-        same = block == expected
-        if self.bound or not same.all():
+        is_right = block == expected
+        if self.bound or not is_right.all():
             with np.errstate(invalid="ignore"):
                 errors = np.abs(block.astype(np.float64) - expected.astype(np.float64))
-            same |= errors <= self.bound
+            is_right |= errors <= self.bound
             scale = float(np.abs(expected.astype(np.float64)).max(initial=0)) or 1.0
             largest = float(np.where(np.isnan(errors), np.inf, errors).max(initial=0))
             self.error = max(self.error, largest / scale)
-        if not same.all() and not self.first:
-            index = tuple(map(int, np.argwhere(~same)[0]))
+        if not is_right.all() and not self.first:
+            index = tuple(map(int, np.argwhere(~is_right)[0]))
             self.first = f"device {shard.device.id} at {list(index)}: {block[index]} instead of {expected[index]}"
-        return int(same.size - same.sum())
+        return int(is_right.size - is_right.sum())
 
 
 def case(

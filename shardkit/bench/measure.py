@@ -106,7 +106,10 @@ def divide_by_round(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, values in times.items():
         logs[name] = np.log(np.maximum(np.asarray(values, float), _SHORTEST))
     round_means = np.mean(list(logs.values()), axis=0)
-    return {name: np.exp(values - round_means) for name, values in logs.items()}
+    shares = {}
+    for name, values in logs.items():
+        shares[name] = np.exp(values - round_means)
+    return shares
 
 
 def midmean(values: np.ndarray) -> Any:
@@ -387,17 +390,17 @@ def _to_host(x: Any) -> np.ndarray:
 def _disagreement(row: str, case: Case, baseline: str, error: float, path: str, tolerance: float) -> ValueError:
     """The error for a case that is wrong: by what is expected of it, or by what the baseline returns."""
     subject = "cases"
-    other = repr(baseline)
+    standard = repr(baseline)
     if case.expected is not None:
         subject = "results"
-        other = "what is expected"
+        standard = "what is expected"
     leaf = ""
     if path:
         leaf = f" in leaf {path}"
     return ValueError(
         f"measure: {subject} must agree within {tolerance:.1e} of the largest element; in row {row!r}, {case.name!r} "
-        f"differs from {other} by {error:.1e}{leaf}. No time is reported: make both compute the same, or pass a larger "
-        "tolerance."
+        f"differs from {standard} by {error:.1e}{leaf}. No time is reported: make both compute the same, or pass a "
+        "larger tolerance."
     )
 
 

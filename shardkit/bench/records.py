@@ -109,7 +109,10 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
     rows = []
     columns: dict[str, None] = {}  # in the order in which records have them
     for record in records:
-        row = {key: value for key, value in record.items() if not isinstance(value, dict | list)}
+        row = {}
+        for key, value in record.items():
+            if not isinstance(value, dict | list):
+                row[key] = value
         for key, value in record["environment"].items():
             row[f"environment_{key}"] = value
         rows.append(row)

@@ -218,6 +218,7 @@ def _find_tolerance(one_device: Case) -> float:
     results = run(batch)
     reversed_batch = jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), batch)
     changed, _, _ = difference(run(reversed_batch), results, 0.0)
-    epsilon = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(results))
+    result_dtypes = {x.dtype for x in jax.tree.leaves(results)}
+    epsilon = max(float(jnp.finfo(dtype).eps) for dtype in result_dtypes)
     elements = max(x.size for x in jax.tree.leaves(batch))
     return float(max(epsilon * (4 + elements**0.5), _OTHER_ORDER * changed))

@@ -6,6 +6,7 @@ compiles, compares and times them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -134,8 +135,7 @@ def explain_left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
 
 def _has_columns(sizes: Mapping[str, int], config: transformer.Config) -> bool:
     model = sizes.get("model", 1)
-    divides = all(size % model == 0 for size in (config.heads, config.width, config.vocabulary))
-    return model > 1 and divides
+    return model > 1 and math.gcd(config.heads, config.width, config.vocabulary) % model == 0
 
 
 def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
@@ -234,8 +234,11 @@ class CaseBuilder:
     def microbatches(self) -> int:
         """Of the pipelines: two for a stage, if there are so many examples."""
         examples = len(self.work.batch["tokens"]) // self.mesh.shape.get("data", 1)
-        divisors = [count for count in range(1, 2 * self.mesh.shape["model"] + 1) if examples % count == 0]
-        return max(divisors)
+        largest = 1
+        for count in range(1, 2 * self.mesh.shape["model"] + 1):
+            if examples % count == 0:
+                largest = count
+        return largest
 
     def build(self, name: str, grad_fn: Any, plan: sk.Plan, *, accumulate: int = 1, manual: Any = None) -> Case:
         """A step of `make_train_step`, and its state."""
