@@ -77,8 +77,8 @@ def _check_on_devices(name: str, x: Any) -> None:
 
 def _prepend(text: str, grid: DeviceGrid) -> DeviceGrid:
     """The grid with a text before the first line of its title."""
-    first, *others = grid.title
-    return grid._replace(title=(text + first, *others))
+    first, *later = grid.title
+    return grid._replace(title=(text + first, *later))
 
 
 class _Size(NamedTuple):
@@ -91,9 +91,15 @@ class _Size(NamedTuple):
 def draw_grids(grids: list[DeviceGrid]) -> Figure:
     """The grids side by side, each with its title and its tables."""
     devices = _list_devices(grids)
-    colours = {device: ramp(number, len(devices)) for number, device in enumerate(devices)}
-    tables_of_grids = [list(grid.tables()) for grid in grids]
-    sizes = [_measure_grid(grid, tables) for grid, tables in zip(grids, tables_of_grids, strict=True)]
+    colours = {}
+    for number, device in enumerate(devices):
+        colours[device] = ramp(number, len(devices))
+    tables_of_grids = []
+    sizes = []
+    for grid in grids:
+        tables = list(grid.tables())
+        tables_of_grids.append(tables)
+        sizes.append(_measure_grid(grid, tables))
     width = 2 * _EDGE - _GAP + sum(size.width + _GAP for size in sizes)
     height = 2 * _EDGE + max(size.height for size in sizes)
     scale = min(1, _WIDE / width, _TALL / height)

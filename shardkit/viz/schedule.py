@@ -203,8 +203,11 @@ class _Layout(NamedTuple):
 
 def _choose_layout(schedule: Schedule, timeline: Timeline) -> _Layout:
     """As wide as the shortest action needs for its number, and as high as the devices need, within limits."""
-    lengths = [end - begin for begin, end in timeline.spans.values() if end > begin]
-    width = min(max(timeline.makespan / min(lengths) * _SHORTEST, _NARROW), _WIDE)
+    shortest = timeline.makespan
+    for begin, end in timeline.spans.values():
+        if end > begin:
+            shortest = min(shortest, end - begin)
+    width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
     row = min(_ROW, _TALL / schedule.devices)
     return _Layout(width, row, row * schedule.devices, min(row, _CURVE) * schedule.devices)
 
@@ -238,7 +241,10 @@ def _draw(schedule: Schedule, timeline: Timeline) -> Figure:
 def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
     """The boxes with their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
     all_boxes = boxes(schedule, timeline)
-    colours = [shade(OPS[box.action.op], box.action.stage // schedule.devices, schedule.chunks) for box in all_boxes]
+    colours = []
+    for box in all_boxes:
+        chunk = box.action.stage // schedule.devices
+        colours.append(shade(OPS[box.action.op], chunk, schedule.chunks))
     inner = 1 - 2 * _MARGIN
     bars = axes.bar(
         [box.begin for box in all_boxes],
@@ -252,7 +258,9 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
     )
     # A digit is about 0.64 of the text's size wide.
     digits = 0.64 / 0.9 * len(str(schedule.microbatches - 1))
-    sizes = [min(_LARGEST_TEXT, unit * box.length / digits, 0.7 * row * box.height) for box in all_boxes]
+    sizes = []
+    for box in all_boxes:
+        sizes.append(min(_LARGEST_TEXT, unit * box.length / digits, 0.7 * row * box.height))
     # Numbers of similar size are easier to read.
     readable = [size for size in sizes if size >= _SMALLEST_TEXT]
     largest = 1.4 * min(readable, default=0)
@@ -301,7 +309,10 @@ def _draw_legend(picture: Figure, schedule: Schedule, left: float, bottom: float
     from matplotlib.patches import Patch
 
     ops = {action.op for action in schedule.ticks}
-    keys = [Patch(color=colour, label=_NAMES[op]) for op, colour in OPS.items() if op in ops]
+    keys = []
+    for op, colour in OPS.items():
+        if op in ops:
+            keys.append(Patch(color=colour, label=_NAMES[op]))
     if schedule.chunks > 1:
         for chunk in (0, schedule.chunks - 1):
             keys.append(Patch(color=shade(GREY, chunk, schedule.chunks), label=f"chunk {chunk}"))
