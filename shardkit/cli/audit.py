@@ -166,9 +166,9 @@ def _refuse_without_effect(options: Options) -> None:
         ("--timeout", options.timeout != Options.timeout, options.target is not None, "--target CHIPS"),
         ("--no-call", not options.call, is_compiled, "--compiled"),
     )
-    for name, is_passed, has_effect, other in needs:
+    for name, is_passed, has_effect, needed in needs:
         if is_passed and not has_effect:
-            raise ValueError(f"audit: {name} must come with {other}; got it alone. Leave it out, or add {other}.")
+            raise ValueError(f"audit: {name} must come with {needed}; got it alone. Leave it out, or add {needed}.")
     if str(options.snapshot) == str(options.json) == "-":
         raise ValueError(
             "audit: one of --snapshot and --json may be standard output; got - for both. Pass a file for one."

@@ -29,7 +29,9 @@ def refuse_users_error(where: str, functions: str, error: Exception) -> None:
 
     if is_refusal(error):
         return
-    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        frames.append((frame.filename, frame.lineno or 0, frame.name))
     line = own_line(frames[::-1])  # the innermost first
     if line:
         raise ValueError(

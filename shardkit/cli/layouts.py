@@ -139,7 +139,11 @@ def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str,
             accumulate=candidate.layout.accumulate,
             precision="bf16",
         )
-        global_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), batch)
+
+        def enlarge(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)
+
+        global_batch = jax.tree.map(enlarge, batch)
         return step, init.abstract(params), global_batch
 
     subject = f"{model.parameters() / 1e6:,.1f} million parameters, {examples:,} examples"
