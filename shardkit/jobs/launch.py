@@ -362,7 +362,11 @@ class _Supervision:
     def find_killed(self) -> set[int]:
         """The processes that ended by a signal of the launcher, and not before it by themselves."""
         signals = (-signal.SIGTERM, -signal.SIGKILL)
-        return {rank for rank in self._told_to_end if self._children[rank].returncode in signals}
+        killed = set()
+        for rank in self._told_to_end:
+            if self._children[rank].returncode in signals:
+                killed.add(rank)
+        return killed
 
     def _note(self, event: int | signal.Signals) -> None:
         """Passes on a signal, or notes the end of a process; the first signal or failure sets the deadline."""

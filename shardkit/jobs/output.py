@@ -164,13 +164,13 @@ def describe_ends(first: int, codes: Sequence[int], received: signal.Signals | N
 def _describe_killed(codes: Sequence[int], killed: Collection[int]) -> str:
     """Which processes the launcher killed, and how the others ended."""
     ranks = []
-    others = {}
+    ends = {}
     for rank, code in enumerate(codes):
         if rank in killed:
             ranks.append(rank)
         else:
-            others[rank] = _describe_end(code)
-    return f"the launcher killed {name_processes(ranks)}, which did not end in time" + _describe_others(others)
+            ends[rank] = _describe_end(code)
+    return f"the launcher killed {name_processes(ranks)}, which did not end in time" + _describe_others(ends)
 
 
 def _describe_others(ends: Mapping[int, str]) -> str:

@@ -123,10 +123,10 @@ def compare_fingerprints(fingerprints: Mapping[int, Message]) -> str:
     for name in names:
         values = {rank: fingerprints[rank]["components"].get(name) for rank in ranks}
         intended, _ = Counter(values.values()).most_common(1)[0]  # in a tie the first, process 0's
-        others = [rank for rank in ranks if values[rank] != intended]
-        if others:
-            model = next(rank for rank in ranks if values[rank] == intended)
-            text = _describe_difference(name, others, model, fingerprints)
+        differing = [rank for rank in ranks if values[rank] != intended]
+        if differing:
+            models = [rank for rank in ranks if values[rank] == intended]
+            text = _describe_difference(name, differing, models[0], fingerprints)
             differences.append(f"{name} ({text})")
     if not differences:
         return ""
@@ -144,11 +144,11 @@ def _describe_difference(name: str, ranks: Sequence[int], model: int, fingerprin
     """How a component of these processes differs from that of `model`."""
     names = name_processes(ranks)
     model_name = name_processes([model])
-    other = fingerprints[ranks[0]]
+    differing = fingerprints[ranks[0]]
     intended = fingerprints[model]
     if name == "program":
-        return f"{names} against {model_name}: {_compare_programs(other, intended)}"
-    value = _shorten(other["components"].get(name, "missing"))
+        return f"{names} against {model_name}: {_compare_programs(differing, intended)}"
+    value = _shorten(differing["components"].get(name, "missing"))
     intended_value = _shorten(intended["components"].get(name, "missing"))
     return f"{value} on {names}, {intended_value} on {model_name}"
 
@@ -172,8 +172,8 @@ def _compare_programs(other: Message, intended: Message) -> str:
 
 def _find_first_difference(lines: Sequence[str], intended: Sequence[str]) -> int:
     """The number of the first line that differs, from 1; 0 if none does."""
-    for number, (line, other) in enumerate(zip_longest(lines, intended), 1):
-        if line != other:
+    for number, (line, intended_line) in enumerate(zip_longest(lines, intended), 1):
+        if line != intended_line:
             return number
     return 0
 

@@ -117,7 +117,10 @@ def _find_late(members: Members, deadlines: Deadlines, now: float) -> list[int]:
     The last process to reach a step may compile or save for longer than the step may take. That excuse is limited, as
     the process may loop without ever reaching the step.
     """
-    positions = [member.find_position() for member in members.values() if _may_still_come(member, deadlines, now)]
+    positions = []
+    for member in members.values():
+        if _may_still_come(member, deadlines, now):
+            positions.append(member.find_position())
     last_to_come = min(positions, default=None)
     longest_excuse = max(deadlines[:-1])  # of the phases; the last is of silence
     late = []
@@ -181,8 +184,9 @@ def _find_furthest_behind(
     late: Sequence[int], members: Members, deadlines: Deadlines, now: float
 ) -> tuple[str, Set[int]]:
     """The sentence about the processes that are furthest behind, and which they are."""
-    least = min(member.find_position() for member in members.values())
-    last = [rank for rank, member in members.items() if member.find_position() == least]
+    positions = {rank: member.find_position() for rank, member in members.items()}
+    least = min(positions.values())
+    last = [rank for rank, position in positions.items() if position == least]
     all_late = set(late)
     last_and_late = [rank for rank in last if rank in all_late]
     if not last_and_late:  # their phase has no deadline

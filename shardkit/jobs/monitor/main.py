@@ -192,19 +192,19 @@ class Monitor:
 
     def look_at_process(self, now: float) -> None:
         """Updates the state of the own process from the flight recorder and the system."""
-        own = self.members[self.place.rank]
-        own.arrival = now
-        own.status = self.reader.read_status().with_ages(now)
-        own.stopped = read_process_state(self.parent) in ("T", "t")
+        member = self.members[self.place.rank]
+        member.arrival = now
+        member.status = self.reader.read_status().with_ages(now)
+        member.stopped = read_process_state(self.parent) in ("T", "t")
         if self.alive and os.getppid() != self.parent:
             self.alive = False
             self._drain()
-            own.gone = not own.left
+            member.gone = not member.left
             # The first line of what Python wrote is for example `Fatal Python error: Aborted`.
             first_line = self._read_stacks().partition(b"\n")[0].decode()
-            own.crash = first_line.rpartition(": ")[2]
+            member.crash = first_line.rpartition(": ")[2]
             self._send(self.make_status())
-        own.set_due(self.deadlines)
+        member.set_due(self.deadlines)
 
     def _drain(self) -> None:
         """Reads what the process sent before it ended."""
@@ -219,8 +219,8 @@ class Monitor:
 
     def make_status(self) -> Message:
         """What this monitor tells the others of its process."""
-        own = self.members[self.place.rank]
-        return {name: getattr(own, name) for name in _SHARED}
+        member = self.members[self.place.rank]
+        return {name: getattr(member, name) for name in _SHARED}
 
     def handle(self, rank: int, message: Message) -> None:
         """Acts on a message of the own process, or of the monitor of another one; raises on what none of them sends."""

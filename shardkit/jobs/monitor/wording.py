@@ -138,7 +138,12 @@ def describe_batches(loop: int, step: int, members: Members) -> str:
         for run in member.status.batches:
             if run.loop == loop and run.first <= step <= run.last:
                 groups.setdefault(run.batch, []).append(rank)
-    smallest = sorted(groups.items(), key=lambda group: (len(group[1]), -group[1][0]))  # in a tie process 0's last
+
+    def smallest_first(group: tuple[str, list[int]]) -> tuple[int, int]:
+        _, ranks = group
+        return len(ranks), -ranks[0]  # in a tie process 0's last
+
+    smallest = sorted(groups.items(), key=smallest_first)
     names = []
     for batch, ranks in smallest[:_BATCHES]:
         names.append(f"{batch} ({name_members(ranks, members)})")
