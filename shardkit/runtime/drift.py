@@ -36,10 +36,10 @@ class Drift(NamedTuple):
     expected: int | None
 
     def __str__(self) -> str:
-        other = "there is no majority" if self.expected is None else f"most replicas {self.expected:08x}"
+        majority = "there is no majority" if self.expected is None else f"most replicas {self.expected:08x}"
         return (
             f"{self.path} at {sized(self.coordinates.items())} (device {self.device}, process {self.process}) has "
-            f"checksum {self.checksum:08x}, and {other}"
+            f"checksum {self.checksum:08x}, and {majority}"
         )
 
 
@@ -128,8 +128,11 @@ def _find_minority(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh)
         return
     replicas: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for coordinates in np.ndindex(sums.shape):
-        shard = tuple(i for axis, i in zip(mesh.axis_names, coordinates, strict=True) if axis in split_axes)
-        replicas.setdefault(shard, []).append(coordinates)
+        shard = []
+        for axis, index in zip(mesh.axis_names, coordinates, strict=True):
+            if axis in split_axes:
+                shard.append(index)
+        replicas.setdefault(tuple(shard), []).append(coordinates)
     for members in replicas.values():
         expected = _find_majority([int(sums[coordinates]) for coordinates in members])
         for coordinates in members:
@@ -141,7 +144,7 @@ def _find_minority(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh)
 
 def _find_majority(checksums: list[int]) -> int | None:
     """The checksum of most replicas; None if two are as common."""
-    (most, count), *others = Counter(checksums).most_common(2)
-    if others and others[0][1] == count:
+    (most, count), *second = Counter(checksums).most_common(2)
+    if second and second[0][1] == count:
         return None
     return most

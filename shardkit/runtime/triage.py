@@ -267,7 +267,9 @@ def observations(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionS
     """
 
     def per_device(leaves: list[jax.Array]) -> list[jax.Array]:
-        local = [_observe(x, spec) for x, spec in zip(leaves, specs, strict=True)]
+        local = []
+        for x, spec in zip(leaves, specs, strict=True):
+            local.append(_observe(x, spec))
         return from_every_device(local, mesh.axis_names)
 
     return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=_REPLICATED)(leaves)
@@ -316,5 +318,7 @@ def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[N
         firsts[place] = min(firsts.get(place, first), first)
         values[place] = int(counts[device])
     for place, first in firsts.items():
-        coordinates = {names[number]: index for number, index in zip(differing_axes, place, strict=True)}
+        coordinates = {}
+        for number, index in zip(differing_axes, place, strict=True):
+            coordinates[names[number]] = index
         yield NonFinite(path, coordinates, values[place], first)

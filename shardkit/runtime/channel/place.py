@@ -72,11 +72,10 @@ def allow_files(size: int) -> str:
     if soft == resource.RLIM_INFINITY:
         return ""
     least = size + _OTHER_FILES
-    wanted = least + UNKNOWN
-    if soft < wanted:
-        limit = wanted
+    limit = least + UNKNOWN
+    if soft < limit:
         if hard != resource.RLIM_INFINITY:
-            limit = min(wanted, hard)
+            limit = min(limit, hard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit

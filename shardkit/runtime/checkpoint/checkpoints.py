@@ -267,9 +267,9 @@ class Checkpoints:
         stacked_records = select_records(where, stored_records, target_records, residuals)
         records = workers.unstack_records(stacked_records, leaves)
 
-        wanted = describe_stored(leaves, records)
-        stacked = read_arrays("restore", self._directory, step, workers.describe_stacked(wanted), stacked_records)
-        arrays = workers.unstack(stacked, wanted)
+        shapes = describe_stored(leaves, records)
+        stacked = read_arrays("restore", self._directory, step, workers.describe_stacked(shapes), stacked_records)
+        arrays = workers.unstack(stacked, shapes)
         del stacked  # the arrays of all workers, which would stay in memory while the leaves are moved
         restored = from_portable(arrays, leaves, records)
         self._last_step = step

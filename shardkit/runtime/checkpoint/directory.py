@@ -122,7 +122,11 @@ def _describe_owner(text: bytes) -> str:
 
 def list_steps(directory: Path) -> list[int]:
     """The finished steps: directories with a record and a number below 2^31 as their name."""
-    return [step for step in _list_numbers(directory) if (directory / str(step) / RECORD).exists()]
+    steps = []
+    for step in _list_numbers(directory):
+        if (directory / str(step) / RECORD).exists():
+            steps.append(step)
+    return steps
 
 
 def _list_numbers(directory: Path) -> list[int]:

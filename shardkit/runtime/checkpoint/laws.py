@@ -85,4 +85,7 @@ def _read_leaves(state: Any) -> dict[str, np.ndarray]:
     """The leaves by path, in their original shape and order of layers; of keys their integers."""
     plain = jax.tree.map(to_storable, unpadded(state))
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(plain))
-    return {path: np.asarray(x) for path, x in by_path("prove", leaves).items()}
+    arrays = {}
+    for path, x in by_path("prove", leaves).items():
+        arrays[path] = np.asarray(x)
+    return arrays

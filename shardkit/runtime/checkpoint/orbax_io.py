@@ -98,7 +98,11 @@ def _choose_piece(arrays: Mapping[str, Any]) -> int:
 
 def to_file_names(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays by names without slashes, except empty arrays, which cannot be stored."""
-    return {quote(path, safe=""): x for path, x in arrays.items() if x.size}
+    by_file_name = {}
+    for path, x in arrays.items():
+        if x.size:
+            by_file_name[quote(path, safe="")] = x
+    return by_file_name
 
 
 def _make_handler(v1: Any, writes: list[Any], complete: Callable[[], None]) -> type:

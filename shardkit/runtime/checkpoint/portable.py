@@ -107,7 +107,11 @@ def describe_stored(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax
 
     Leaves without a record are not read.
     """
-    return {path: _describe_array(path, x, records) for path, x in leaves.items() if path in records}
+    shapes = {}
+    for path, x in leaves.items():
+        if path in records:
+            shapes[path] = _describe_array(path, x, records)
+    return shapes
 
 
 def _describe_array(path: str, x: Any, records: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
@@ -137,15 +141,24 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
             changed[path] = x
     restored: Leaves = {}
     for group in _group_by_devices(changed):
-        for some in _group_by_size(group):
-            shardings = {path: stored_array(x).sharding for path, x in some.items()}
+        for part in _group_by_size(group):
+            shardings = {path: stored_array(x).sharding for path, x in part.items()}
 
-            def restore(inputs: dict[str, jax.Array], some: Leaves = some) -> Leaves:
-                return {path: _restore_leaf(path, x, inputs.get(path), records) for path, x in some.items()}
+            def restore(inputs: dict[str, jax.Array], part: Leaves = part) -> Leaves:
+                results = {}
+                for path, x in part.items():
+                    results[path] = _restore_leaf(path, x, inputs.get(path), records)
+                return results
 
-            inputs = {path: arrays.pop(path) for path in some if path in arrays}
+            inputs = {path: arrays.pop(path) for path in part if path in arrays}
             restored |= jax.block_until_ready(jax.jit(restore, out_shardings=shardings)(inputs))
-    return {path: restored[path] if path in restored else arrays.pop(path) for path in leaves}
+    in_order = {}
+    for path in leaves:
+        if path in restored:
+            in_order[path] = restored[path]
+        else:
+            in_order[path] = arrays.pop(path)
+    return in_order
 
 
 def _restore_leaf(path: str, x: Any, array: Any, records: Mapping[str, Any]) -> Any:
@@ -203,8 +216,8 @@ def _choose_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSh
     axes = entries[0]
     entries[0] = ()
     for dim, size in enumerate(shape):
-        ways = math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes)
-        if size % ways == 0:
+        devices = math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes)
+        if size % devices == 0:
             entries[dim] += axes
             break
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))

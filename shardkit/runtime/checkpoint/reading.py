@@ -160,10 +160,17 @@ def load_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     Cost: the largest array first; beside what it returns, a sixteenth of it, but 4 MiB, or one piece of the files, if
         that is more.
     """
-    arrays = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in wanted.items() if not x.size}
-    names = [name for name, x in wanted.items() if x.size]  # those that have a file
+    arrays = {}
+    names = []  # of the arrays that have a file
+    for name, x in wanted.items():
+        if x.size:
+            names.append(name)
+        else:
+            arrays[name] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
     stored = _open_arrays(path, list(to_file_names(wanted)))
-    parts = {name: _Part(wanted[name], array) for name, array in zip(names, stored, strict=True)}
+    parts = {}
+    for name, array in zip(names, stored, strict=True):
+        parts[name] = _Part(wanted[name], array)
     names.sort(key=lambda name: -parts[name].nbytes)
     limit = max(_UNDERWAY, sum(part.nbytes for part in parts.values()) // 16)
     underway: deque[tuple[str, int, Any]] = deque()
@@ -236,7 +243,9 @@ class _Part:
         for box, buffer in self._buffers.items():
             start = [first for first, _ in box]
             target = tensorstore.array(buffer)[tensorstore.d[:].translate_to[start]]
-            ranges = [_cut_range(first, stop, size) for (first, stop), size in zip(box, chunk, strict=True)]
+            ranges = []
+            for (first, stop), size in zip(box, chunk, strict=True):
+                ranges.append(_cut_range(first, stop, size))
             for piece in itertools.product(*ranges):
                 elements = math.prod(entry.stop - entry.start for entry in piece)
                 yield elements * buffer.dtype.itemsize, partial(self._start_copy, target, piece)

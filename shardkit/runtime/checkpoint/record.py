@@ -55,7 +55,9 @@ class NewerError(ValueError):
 def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a checkpoint, which `seal` completes; refuses what is not JSON, and metrics without numbers."""
     try:
-        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        numbers = {}
+        for name, value in (metrics or {}).items():
+            numbers[str(name)] = float(value)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"save: metrics must be numbers by name; {error}. Pass for example {{'loss': 0.5}}."
@@ -117,16 +119,19 @@ def _is_complete(document: Mapping[str, Any]) -> bool:
     document["position"], document["config"]  # any JSON values
     if type(document["step"]) is not int:
         return False
-    if not all(type(value) in (int, float) for value in document["metrics"].values()):
-        return False
-    if not all(type(value) is str for value in document["versions"].values()):
-        return False
-    return all(_is_leaf(leaf) for leaf in document["leaves"].values())
+    for value in document["metrics"].values():
+        if type(value) not in (int, float):
+            return False
+    for version in document["versions"].values():
+        if type(version) is not str:
+            return False
+    return all(map(_is_leaf, document["leaves"].values()))
 
 
 def _is_leaf(leaf: Mapping[str, Any]) -> bool:
-    if not all(type(size) is int and size >= 0 for size in leaf["shape"]):
-        return False
+    for size in leaf["shape"]:
+        if type(size) is not int or size < 0:
+            return False
     if type(leaf["dtype"]) is not str or type(leaf["checksum"]) is not int:
         return False
     return leaf["dtype"] != "key" or type(leaf["implementation"]) is str
@@ -137,6 +142,10 @@ def is_residual(path: str) -> bool:
     return path.partition(".")[0] == "residuals"
 
 
+def _leave_out_residuals(records: Records) -> Records:
+    return {path: record for path, record in records.items() if not is_residual(path)}
+
+
 def select_records(where: str, stored: Records, wanted: Records, residuals: Residuals) -> Records:
     """The records of the leaves to read, after a check that they are the leaves of the target.
 
@@ -145,8 +154,8 @@ def select_records(where: str, stored: Records, wanted: Records, residuals: Resi
     """
     one_of("restore", "residuals", residuals, ("keep", "reset"))
     if residuals == "reset":
-        stored = {path: record for path, record in stored.items() if not is_residual(path)}
-        wanted = {path: record for path, record in wanted.items() if not is_residual(path)}
+        stored = _leave_out_residuals(stored)
+        wanted = _leave_out_residuals(wanted)
     _check_residuals(where, stored, wanted)
     with_saved_rows = {}
     for path, record in wanted.items():
@@ -201,11 +210,11 @@ def _check_entry(where: str, stored: Records, wanted: Records, name: str, remedy
     different = [path for path in wanted if stored[path][name] != wanted[path][name]]
     if not different:
         return
-    path, *others = different
+    path, *later_paths = different
     more = ""
-    if others:
-        verb = "differs" if len(others) == 1 else "differ"
-        more = f", and {_count_leaves(others)} more {verb}"
+    if later_paths:
+        verb = "differs" if len(later_paths) == 1 else "differ"
+        more = f", and {_count_leaves(later_paths)} more {verb}"
     raise ValueError(
         f"{where} has leaf {path!r} with {name} {stored[path][name]}; this state has {wanted[path][name]}{more}. "
         f"{remedy}"

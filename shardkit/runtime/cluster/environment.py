@@ -32,7 +32,10 @@ class JobFacts(NamedTuple):
 
         For example ("node0:29500", None, 3, None) filled from (None, 8, 2, None) is ("node0:29500", 8, 3, None).
         """
-        missing = {name: value for name, value in other._asdict().items() if getattr(self, name) is None}
+        missing = {}
+        for name, value in other._asdict().items():
+            if getattr(self, name) is None:
+                missing[name] = value
         return self._replace(**missing)
 
 

@@ -239,12 +239,12 @@ def _refuse_different(tree: Any) -> None:
     sums = [_checksum_of_host(np.asarray(to_storable(x))) for _, x in leaves]
     sums_of_processes = multihost_utils.process_allgather(np.array(sums, np.uint32))  # [processes, leaves]
     for (path, _), leaf_sums in zip(leaves, sums_of_processes.T, strict=True):
-        others = np.flatnonzero(leaf_sums != leaf_sums[0]).tolist()
-        if others:
+        differing = np.flatnonzero(leaf_sums != leaf_sums[0]).tolist()
+        if differing:
             raise ValueError(
                 f"from_full: every process must pass the same array; leaf {path_name(path)} of process 0 differs from "
-                f"that of {name_processes(others)}. Create it from the same seed or file, or pass each process's rows "
-                "to from_process_local."
+                f"that of {name_processes(differing)}. Create it from the same seed or file, or pass each process's "
+                "rows to from_process_local."
             )
 
 

@@ -116,7 +116,9 @@ def _sum_on_devices(
     specs = tuple(sharding.spec for sharding in shardings)
 
     def per_device(*shards: jax.Array) -> jax.Array:
-        sums = [_sum_shard(x, spec, mesh, piece) for x, spec in zip(shards, specs, strict=True)]
+        sums = []
+        for x, spec in zip(shards, specs, strict=True):
+            sums.append(_sum_shard(x, spec, mesh, piece))
         return jnp.stack(sums)[None]
 
     out_specs = PartitionSpec(mesh.axis_names)
@@ -139,11 +141,14 @@ def _sum_shard(x: jax.Array, spec: PartitionSpec, mesh: Any, piece: int | None) 
         return vary(jnp.uint32(0), mesh.axis_names)
 
     split_axes = all_axes(spec)
-    copy_axes = tuple(axis for axis in mesh.axis_names if axis not in split_axes and mesh.shape[axis] > 1)
+    copy_axes = []
+    for axis in mesh.axis_names:
+        if axis not in split_axes and mesh.shape[axis] > 1:
+            copy_axes.append(axis)
     if not copy_axes:
         return sum_words(x)
     # Of copies that have drifted apart the first is the one that is written.
-    return lax.cond(lax.axis_index(copy_axes) == 0, sum_words, add_nothing, x)
+    return lax.cond(lax.axis_index(tuple(copy_axes)) == 0, sum_words, add_nothing, x)
 
 
 def checksum(x: jax.Array) -> jax.Array:
@@ -160,13 +165,20 @@ def checksum_of_part(x: jax.Array, start: Sequence[Any], shape: Sequence[int], p
     if piece is None or x.size <= piece:
         return jnp.sum(_make_words(x, start, shape), dtype=jnp.uint32)
     tile = _choose_tile(x.shape, piece)
-    counts = [-(-size // step) for size, step in zip(x.shape, tile, strict=True)]
+    counts = []  # of tiles along each dim
+    for size, step in zip(x.shape, tile, strict=True):
+        counts.append(-(-size // step))
 
     def add_tile(number: jax.Array, total: jax.Array) -> jax.Array:
         first = _find_tile(number, counts, tile)
         # The last tile of a dim reaches back over the one before, with words that do not count twice.
-        begin = [jnp.minimum(index, size - step) for index, size, step in zip(first, x.shape, tile, strict=True)]
-        place = [index + offset for index, offset in zip(begin, start, strict=True)]
+        # Worked example: 10 rows in tiles of 4 begin at 0, 4 and 6; the last tile, for rows 8 and 9, has 6 and 7 again.
+        begin = []
+        place = []
+        for index, size, step, offset in zip(first, x.shape, tile, start, strict=True):
+            tile_begin = jnp.minimum(index, size - step)
+            begin.append(tile_begin)
+            place.append(tile_begin + offset)
         words = _make_words(lax.dynamic_slice(x, begin, tile), place, shape)
         for dim, size in enumerate(x.shape):
             if size % tile[dim]:

@@ -72,7 +72,9 @@ def load_params(
         stored[_PARAMS + name] = _with_dtype(x, record["dtype"])
     arrays = read_arrays(_WHERE, directory, step, describe_stored(stored, records), records)
     params = from_portable(arrays, stored, records)
-    loaded = [_cast(params[_PARAMS + name], x) for name, x in leaves.items()]
+    loaded = []
+    for name, x in leaves.items():
+        loaded.append(_cast(params[_PARAMS + name], x))
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_padded), loaded)
 
 
@@ -84,12 +86,12 @@ def _with_dtype(x: Any, dtype: str) -> Any:
 def _check_names(where: str, stored: list[str], wanted: list[str], partial: bool) -> None:
     """Refuses parameters that the run lacks, or has beyond those that are wanted."""
     missing = [name for name in wanted if name not in stored]
-    others = [name for name in stored if name not in wanted]
+    unexpected = [name for name in stored if name not in wanted]
     if missing:
-        more = f" and has {list_some(others)} that like lacks" if others else ""
+        more = f" and has {list_some(unexpected)} that like lacks" if unexpected else ""
         raise ValueError(f"{where} lacks {list_some(missing)}{more}. Build the parameters as the run did.")
-    if others and not partial:
-        raise ValueError(f"{where} has {list_some(others)} that like lacks. Pass partial=True to leave them out.")
+    if unexpected and not partial:
+        raise ValueError(f"{where} has {list_some(unexpected)} that like lacks. Pass partial=True to leave them out.")
 
 
 def _check_leaf(where: str, name: str, stored: Any, x: Any, cast: bool) -> None:
