@@ -331,6 +331,15 @@ def parse_hlo(serialized: bytes) -> Any:
             raise ValueError(f"parse_hlo: jaxlib must read what it writes; {error}") from error
 
 
+def places_of_pieces(sharding: bytes, shape: tuple[int, ...], devices: int) -> list[tuple[slice, ...]]:
+    """The place of each device's piece of an array by a serialized OpSharding; b"" is all of it on every device."""
+    xla_client = private("lib.xla_client")
+    proto = xla_client.OpSharding()
+    proto.ParseFromString(sharding)
+    indices = private("op_shardings.op_sharding_to_numpy_indices")
+    return list(indices(xla_client.HloSharding.from_proto(proto), shape, devices).flat)
+
+
 def hlo_dimensions(kind: str, attribute: Any) -> Any:
     """An attribute of "Gather", "Scatter", "Dot" or "Conv" that names dims, as an object."""
     dialect = private("interpreters.mlir.hlo")

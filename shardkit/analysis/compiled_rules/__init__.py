@@ -5,6 +5,7 @@ Start with `program.py`, the argument of a rule; `host.py` is the shortest. Impo
 """
 
 from shardkit.analysis.compiled_rules.host import host
+from shardkit.analysis.compiled_rules.in_flight import in_flight
 from shardkit.analysis.compiled_rules.leaves import copies, unplaced
 from shardkit.analysis.compiled_rules.loops import loops
 from shardkit.analysis.compiled_rules.rematerialized import rematerialized
@@ -22,6 +23,7 @@ _ROWS = (
     ("unplaced-leaf", "a leaf without a sharding in a program of several devices", unplaced),
     ("float32-traffic", "float32 that is sent and then rounded to 16 bits", widths),
     ("host-transfer", "a callback, a feed or a move between the memories of device and host", host),
+    ("collectives-in-flight", "asynchronous collectives that can wait for each other, or never end", in_flight),
     ("second-compile", "a step that compiles again on its own results", second_call),
 )
 COMPILED_RULES = {name: Rule(name, finds, "compiled", check) for name, finds, check in _ROWS}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
 from shardkit._jax.jaxprs import walk
+from shardkit.analysis.hlo import aot
+from shardkit.analysis.hlo.topology import parse_topology, tracing_for
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError, describe_shapes
 from shardkit.testing.exact.arguments import check_floats, check_values, describe_array, make_input
@@ -42,7 +45,11 @@ ASSUMED_AS_COMPILED = (
 
 @typed
 def assert_compiled_equal(
-    function: Any, *args: Any, reference: Callable[..., Any] | None = None, points: int = 3
+    function: Any,
+    *args: Any,
+    reference: Callable[..., Any] | None = None,
+    points: int = 3,
+    topology: str | None = None,
 ) -> Equality:
     """Proves that the optimized program of a jitted function equals the traced one, for all inputs, exactly.
 
@@ -61,6 +68,8 @@ def assert_compiled_equal(
         reference: a plain function of the same arguments, to compare the compiled program with in place of the traced
             one.
         points: the number of random points, as of `assert_equal_for_all_inputs`.
+        topology: chips that need not be present, as of `sk.aot.compile`: "v5e:2x4", "h100:1x1x8". Their compiler makes
+            the program that is proved. None: the devices of the arguments.
 
     Returns:
         Equality: the statement with platform and version of the compiler, and its assumptions; print it.
@@ -71,6 +80,7 @@ def assert_compiled_equal(
         ValueError: no verdict, as of `assert_equal_for_all_inputs`; also an operation of the compiled program that has
             no meaning as a function of arrays, by its name; an argument that was donated, or that is on devices of
             other processes.
+        RuntimeError: the compiler of the topology is not installed, or refuses the program.
 
     Cost: compiles once, then seconds on the host for shapes of a few hundred elements.
 
@@ -91,7 +101,9 @@ def assert_compiled_equal(
             f"{type(function).__name__}. Pass jax.jit(function)."
         )
     _check_on_this_process(where, args)
-    traced = function.trace(*args)
+    with nullcontext() if topology is None else tracing_for(parse_topology(topology)):
+        traced = function.trace(*args)
+    passed = args
     if isinstance(function, Step):
         args, reference = _keep_key_outside(args, reference)
     shapes = jax.tree.map(describe_array, args)
@@ -99,16 +111,18 @@ def assert_compiled_equal(
     check_values(where, args)
     side: Any = traced.jaxpr
     check_size(where, [side], points, _DRAWS)  # a large program takes long to compile, too
-    compiled = traced.lower().compile()
     leaves = jax.tree.leaves(args)
     against = "its trace"
     if reference is not None:
         side, result = jax.make_jaxpr(reference, return_shape=True)(*shapes)
-        difference = describe_shapes(compiled.out_info, result)
+        difference = describe_shapes(traced.out_info, result)
         if difference:
             raise UnequalError(f"{where}: the result must have the reference's structure and shapes; {difference}.")
         against = getattr(reference, "__name__", type(reference).__name__)
-    pair = CompiledPair.of(where, compiled, side)
+    if topology is None:
+        pair = CompiledPair.of(where, traced.lower().compile(), side)
+    else:
+        pair = CompiledPair.of_absent(where, aot.build(traced, passed, topology=topology), topology, side)
     seconds = check_size(where, pair.programs, points, _DRAWS)
     evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, of_kernels(seconds))
     name = getattr(function, "__name__", type(function).__name__)

@@ -8,15 +8,19 @@ Worked example: `jit(lambda x: x.sum(0))` of x [8, 2] over four devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from shardkit._jax.dependence import without_unused
-from shardkit.testing._compare import UnequalError
+from shardkit.analysis.hlo.report import Built
+from shardkit.testing._compare import UnequalError, is_float
 from shardkit.testing.exact.draws import Effort, equal
+from shardkit.testing.exact.equality import make_input
 from shardkit.testing.exact.evidence import Evidence, UnprovableError
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.interpreter import Interpreter, Seen
@@ -50,11 +54,21 @@ class CompiledPair(NamedTuple):
 
     @classmethod
     def of(cls, where: str, compiled: Any, traced: Any) -> CompiledPair:
-        """The pair of a `jax.stages.Compiled` and a ClosedJaxpr of the same arguments."""
-        results = jax.tree_util.tree_leaves_with_path(compiled.out_info)
+        """That of a `jax.stages.Compiled` and a ClosedJaxpr of the same arguments."""
+        return cls.make(where, partial(ImportedProgram.of, compiled), compiled.out_info, traced)
+
+    @classmethod
+    def of_absent(cls, where: str, built: Built, topology: str, traced: Any) -> CompiledPair:
+        """That of a program compiled for absent chips, and a ClosedJaxpr of the same arguments."""
+        return cls.make(where, partial(ImportedProgram.of_absent, built, topology), built.traced.out_info, traced)
+
+    @classmethod
+    def make(cls, where: str, read: Callable[[], ImportedProgram], out_info: Any, traced: Any) -> CompiledPair:
+        """That of a compiled program, which `read` returns, with results as `out_info` says."""
+        results = jax.tree_util.tree_leaves_with_path(out_info)
         names = tuple(jax.tree_util.keystr(path) for path, _ in results)
         try:
-            imported = ImportedProgram.of(compiled)
+            imported = read()
             on_devices = imported.trace([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.in_avals])
         except UnreadableError as error:
             raise UnprovableError(
@@ -95,10 +109,24 @@ class CompiledPair(NamedTuple):
     def _run_compiled(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
         """The pieces of all devices, computed by the module."""
         field.compiled = True
-        inputs = make_inputs(field)
+        inputs = [*make_inputs(field), *self._fill_buffers(field)]
         # A module counts places in 64 bits, as those of random numbers.
         with jax.enable_x64(True):
             return Interpreter(field, seen=seen).run(self.on_devices, inputs)
+
+    def _fill_buffers(self, field: Field) -> list[Operand]:
+        """What memory holds to which nothing was written: unknowns, and any integers and booleans."""
+        contents = []
+        for number, shape in enumerate(self.imported.buffers):
+            x: Any = shape
+            if not is_float(shape):
+                # Of all bits, so that what reads them is unlikely to be right.
+                data = np.random.default_rng(number).bytes(math.prod(shape.shape) * shape.dtype.itemsize)
+                x = np.frombuffer(data, np.uint8 if shape.dtype == bool else shape.dtype).reshape(shape.shape)
+                if shape.dtype == bool:
+                    x = x % 2 == 1
+            contents.append(make_input(field, f"memory {number}", x))
+        return contents
 
     def _run_traced(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
         """The pieces of all devices, cut out of the results of the traced program."""

@@ -11,6 +11,7 @@ Where no argument or result names a mesh, all devices are one axis, and a piece 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardkit._jax import compat
 from shardkit._jax.dependence import without_unused
+from shardkit.analysis.hlo.protobuf import message
+from shardkit.analysis.hlo.report import Built
 from shardkit.collectives.basic import vary
+from shardkit.testing.exact.stablehlo.attributes import DTYPES
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.module import ImportedModule
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
@@ -70,7 +74,7 @@ class ImportedProgram(NamedTuple):
         inputs: the layouts of these.
         outputs: the layouts of the results.
         mesh: the names and sizes of the axes of all devices.
-        platform: on which it runs.
+        compiler: what it was compiled for, and by which versions.
     """
 
     module: ImportedModule
@@ -78,7 +82,7 @@ class ImportedProgram(NamedTuple):
     inputs: tuple[DevicePieces, ...]
     outputs: tuple[DevicePieces, ...]
     mesh: dict[str, int]
-    platform: str
+    compiler: str
 
     @classmethod
     def of(cls, compiled: Any) -> ImportedProgram:
@@ -98,22 +102,52 @@ class ImportedProgram(NamedTuple):
         outputs = []
         for sharding, aval in zip(output_shardings, jax.tree.leaves(compiled.out_info), strict=True):
             outputs.append(make_layout(sharding, aval, devices, mesh))
-        return cls(ImportedModule(serialized, mesh), kept, tuple(inputs), tuple(outputs), mesh, devices[0].platform)
+        compiler = f"{devices[0].platform}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+        return cls(ImportedModule(serialized, mesh), kept, tuple(inputs), tuple(outputs), mesh, compiler)
+
+    @classmethod
+    def of_absent(cls, built: Built, topology: str) -> ImportedProgram:
+        """That of a program which was compiled for chips that need not be present."""
+        assert built.module is not None, "a program of small shapes fits"
+        jaxpr = built.traced.jaxpr
+        mesh = built.sizes or {"device": 1}
+        kept = tuple(number for number, used in enumerate(compat.arguments_used(jaxpr.jaxpr)) if used)
+        shardings = read_shardings(built.module)
+        inputs = []
+        for place, number in enumerate(kept):
+            sharding = shardings.inputs[place] if shardings.inputs else b""
+            inputs.append(read_layout(sharding, jaxpr.in_avals[number], mesh))
+        outputs = []
+        for place, aval in enumerate(jaxpr.out_avals):
+            sharding = shardings.outputs[place] if shardings.outputs else b""
+            outputs.append(read_layout(sharding, aval, mesh))
+        versions = ", ".join(f"{name} {version}" for name, version in built.answer["versions"].items())
+        module = ImportedModule(built.module, mesh)
+        return cls(module, kept, tuple(inputs), tuple(outputs), mesh, f"{topology}, {versions}")
 
     def describe_compiler(self) -> str:
-        """Devices, platform, and the versions of jax and jaxlib, which hold the compiler."""
+        """Devices, and the platform or chips with the versions of their compiler."""
         count = math.prod(self.mesh.values())
         devices = "1 device" if count == 1 else f"{count} devices"
-        return f"{devices} ({self.platform}, jax {jax.__version__}, jaxlib {jaxlib.__version__})"
+        return f"{devices} ({self.compiler})"
 
     def trace(self, shapes: Sequence[Any]) -> Any:
-        """The program as a ClosedJaxpr of the leaves of all arguments, without what no result needs."""
+        """The program as a ClosedJaxpr of the leaves of all arguments and `buffers`, without what no result needs."""
         # A module counts places in 64 bits, as those of random numbers.
         with jax.enable_x64(True):
-            return without_unused(jax.make_jaxpr(self.run)(*shapes))
+            return without_unused(jax.make_jaxpr(self.run)(*shapes, *self.buffers))
+
+    @property
+    def buffers(self) -> list[Any]:
+        """The shapes of what is in memory to which the program writes nothing: [devices, ...]."""
+        count = math.prod(self.mesh.values())
+        shapes = []
+        for value in self.module.buffers:
+            shapes.append(jax.ShapeDtypeStruct((count, *value.type.shape), DTYPES[str(value.type.element_type)]))
+        return shapes
 
     def run(self, *arguments: Any) -> list[Any]:
-        """[devices, ...]: the pieces of the results, of all global arguments."""
+        """[devices, ...]: the pieces of the results, of all global arguments and what is in `buffers`."""
         rows = PartitionSpec(tuple(self.mesh))
         in_specs = []
         operands = []
@@ -123,11 +157,17 @@ class ImportedProgram(NamedTuple):
             operands.append(layout.cut(x) if is_cut else x)
             in_specs.append(rows if is_cut else layout.spec)
 
+        buffers = arguments[len(arguments) - len(self.module.buffers) :]
+        operands += buffers
+        in_specs += [rows] * len(buffers)
+
         def run_device(*pieces: Any) -> list[Any]:
             inputs = []
-            for piece, layout in zip(pieces, self.inputs, strict=True):
+            for piece, layout in zip(pieces, self.inputs, strict=False):
                 inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
-            results = BlockReader(self.module, OPERATION_RULES).run(self.module.find_function("main"), inputs)
+            contents = [lax.squeeze(piece, (0,)) for piece in pieces[len(self.inputs) :]]
+            reader = BlockReader(self.module, OPERATION_RULES, contents)
+            results = reader.run(self.module.find_function("main"), inputs)
             return [lax.expand_dims(x, (0,)) for x in results]
 
         types = (AxisType.Auto,) * len(self.mesh)
@@ -162,6 +202,80 @@ def make_layout(sharding: Any, aval: Any, devices: Sequence[Any], mesh: dict[str
         starts = np.concatenate([layout.starts, np.zeros((len(devices), len(data)), np.int32)], 1)
         return layout._replace(starts=starts, shape=(*layout.shape, *data))
     return layout
+
+
+def read_layout(sharding: bytes, aval: Any, mesh: dict[str, int]) -> DevicePieces:
+    """The layout of an argument or result by a serialized OpSharding; of keys, that of their data."""
+    shape = tuple(aval.shape)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        shape = (*shape, *jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)).shape)
+    devices = math.prod(mesh.values())
+    starts = np.zeros((devices, len(shape)), np.int32)
+    piece = list(shape)
+    for device, indices in enumerate(compat.places_of_pieces(sharding, shape, devices)):
+        for dim, (part, size) in enumerate(zip(indices, shape, strict=True)):
+            start, stop, _ = part.indices(size)
+            starts[device, dim] = start
+            piece[dim] = stop - start
+    layout = DevicePieces(starts, tuple(piece))
+    return layout._replace(spec=find_spec(layout, shape, mesh))
+
+
+def find_spec(layout: DevicePieces, shape: Sequence[int], mesh: dict[str, int]) -> PartitionSpec | None:
+    """The mesh axes that split each dim of an array as a layout does; None if there are none.
+
+    For example starts 0, 4, 0, 4 of four devices, x=2, y=2: pieces of 4 of the 8 rows, which are split over y.
+    """
+    coordinates = dict(zip(mesh, np.indices(tuple(mesh.values())).reshape(len(mesh), -1), strict=True))
+    entries: list[Any] = []
+    for dim, (size, piece) in enumerate(zip(shape, layout.shape, strict=True)):
+        if size == piece:
+            entries.append(None)
+            continue
+        axes = _find_split(layout.starts[:, dim] // piece, size // piece, mesh, coordinates)
+        if axes is None or size % piece:
+            return None
+        entries.append(axes)
+    return PartitionSpec(*entries)
+
+
+def _find_split(
+    numbers: np.ndarray, count: int, mesh: dict[str, int], coordinates: dict[str, np.ndarray]
+) -> tuple[str, ...] | None:
+    """The axes along which devices have the pieces of these numbers, of so many in all."""
+    for length in range(1, len(mesh) + 1):
+        for axes in itertools.permutations(mesh, length):
+            if math.prod(mesh[axis] for axis in axes) != count:
+                continue
+            expected = np.zeros_like(numbers)
+            for axis in axes:
+                expected = expected * mesh[axis] + coordinates[axis]
+            if np.array_equal(expected, numbers):
+                return axes
+    return None
+
+
+class _Shardings(NamedTuple):
+    """Those of a compiled module, serialized; empty where it has none, as that of one device."""
+
+    inputs: list[bytes]
+    outputs: list[bytes]
+
+
+# The fields of a module with the shardings of its results and parameters, and of a sharding that is one of a tuple.
+_OUTPUT_SHARDING = 12
+_INPUT_SHARDINGS = 14
+_TUPLE_SHARDINGS = 5
+
+
+def read_shardings(serialized: bytes) -> _Shardings:
+    """The shardings of parameters and results that are written in a serialized HloModuleProto."""
+    fields = message(serialized)
+    outputs = []
+    for sharding in fields.get(_OUTPUT_SHARDING, ()):
+        inner = message(sharding)
+        outputs += inner.get(_TUPLE_SHARDINGS, [sharding])
+    return _Shardings(list(fields.get(_INPUT_SHARDINGS, ())), outputs)
 
 
 def to_data(x: Any) -> Any:

@@ -61,7 +61,9 @@ def test_a_right_program_is_silent(planted):
 
 @pytest.mark.check
 def test_every_rule_has_a_fault_and_a_right_program():
-    assert {planted.rule for planted in PLANTED} == {rule.name for rule in RULES.values() if rule.reads == "compiled"}
+    rules = {rule.name for rule in RULES.values() if rule.reads == "compiled"}
+    rules.remove("collectives-in-flight")  # of which a CPU has none: test_in_flight.py
+    assert {planted.rule for planted in PLANTED} == rules
 
 
 def test_what_the_log_does_not_say_is_seen_in_the_program(monkeypatch):

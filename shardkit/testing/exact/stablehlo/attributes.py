@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ DTYPES = {
     "f8E4M3FN": jnp.float8_e4m3fn,
     "f8E5M2": jnp.float8_e5m2,
 }
+
+
+# The function that returns memory to which nothing was written.
+ALLOCATE = "AllocateBuffer"
 
 
 class UnreadableError(Exception):
@@ -98,6 +102,17 @@ def find_definition(value: Any, *names: str) -> Any:
     return None
 
 
+def find_calls(operation: Any, target: str) -> Iterator[Any]:
+    """The calls of a library's function in the regions of an operation."""
+    for region in operation.regions:
+        for block in region:
+            for view in block.operations:
+                inner = view.operation
+                if inner.name == "stablehlo.custom_call" and view.attributes["call_target_name"].value == target:
+                    yield view
+                yield from find_calls(inner, target)
+
+
 def name_combiner(block: Any) -> str | None:
     """The operation by which a region combines its two arguments; "" if it takes the second; None if it does more.
 
@@ -109,7 +124,7 @@ def name_combiner(block: Any) -> str | None:
     combiners = []
     for operation in operations:
         is_conversion = operation.operation.name == "stablehlo.convert"
-        if is_conversion and _is_float(operation.operands[0]) and _is_float(operation.results[0]):
+        if is_conversion and is_float(operation.operands[0]) and is_float(operation.results[0]):
             sources[operation.results[0]] = sources.get(operation.operands[0], operation.operands[0])
         else:
             combiners.append(operation)
@@ -124,5 +139,6 @@ def name_combiner(block: Any) -> str | None:
     return operation.operation.name if combines else None
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
+    """Whether a value is an array of floats."""
     return bool(jnp.issubdtype(DTYPES[str(value.type.element_type)], jnp.floating))

@@ -26,13 +26,19 @@ class BlockReader:
     Attributes:
         module: whose blocks they are.
         rules: of each operation, by its name.
-        values: the array of each value of the module.
+        values: the array of each value of the module; None for a part of a result that nothing may read.
+        buffers: the numbers in memory to which nothing was written, by the value that it is.
+        promised: the results of gathers that find all places, as the compiler promises.
     """
 
-    def __init__(self, module: ImportedModule, rules: Mapping[str, Callable[..., Any]]):
+    def __init__(self, module: ImportedModule, rules: Mapping[str, Callable[..., Any]], buffers: Sequence[Any] = ()):
         self.module = module
         self.rules = rules
         self.values: dict[Any, Any] = {}
+        self.buffers: dict[Any, Any] = {}
+        if buffers:
+            self.buffers = dict(zip(module.buffers, buffers, strict=True))
+        self.promised: set[Any] = set()
 
     def run(self, block: Any, arguments: Sequence[Any]) -> list[Any]:
         """The results of a block for its arguments."""
@@ -46,6 +52,8 @@ class BlockReader:
             rule = self.rules.get(name)
             if rule is None:
                 raise UnreadableError(name)
+            if any(x is None for x in operands):
+                raise UnreadableError(f"{name} of a library's workspace")
             results = self.module.call_at_line(operation, partial(rule, self, operation, *operands))
             if not isinstance(results, list):
                 results = [results]

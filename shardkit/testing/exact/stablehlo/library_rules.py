@@ -1,22 +1,38 @@
-"""Calls of libraries whose contract is known."""
+"""Calls of libraries whose contract is known, one row each in `_LIBRARY`.
+
+A call is refused where its contract does not say which numbers it returns, and by its name where it is in no row.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.attributes import ALLOCATE, DTYPES, UnreadableError, is_float, read_shape
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.tilings import READ_PLACES
 
 
 def _call_library(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    target = operation.attributes["call_target_name"].value
+    target = _read_target(operation)
     function = _LIBRARY.get(target)
     if function is None:
         raise UnreadableError(f"custom_call to {target}")
     return [function(reader, operation, *operands)]
+
+
+def _read_target(operation: Any) -> str:
+    target: str = operation.attributes["call_target_name"].value
+    return target
+
+
+def _refuse(operation: Any, what: str) -> UnreadableError:
+    return UnreadableError(f"custom_call to {_read_target(operation)} with {what}")
 
 
 def _take_top(reader: BlockReader, operation: Any, x: Any) -> Any:
@@ -24,8 +40,106 @@ def _take_top(reader: BlockReader, operation: Any, x: Any) -> Any:
     return tuple(lax.top_k(x, count))
 
 
+def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *others: Any) -> Any:
+    """cuBLAS: epilogue(alpha x y + beta c), and a workspace that nothing may read.
+
+    Which dims are contracted is said as of a dot, by GemmBackendConfig of xla's `backend_configs.proto`. A bias is not
+    known: along which dims it is added depends on the layout of the result, which StableHLO does not say.
+    """
+    config = json.loads(operation.attributes["backend_config"].value)["gemm_backend_config"]
+    result = operation.results[0].type
+    is_tuple = hasattr(result, "num_types")
+    if is_tuple:
+        result = result.get_type(0)
+    for name, value in _PLAIN_MATMUL.items():
+        if config.get(name, value) != value:
+            raise _refuse(operation, f"{name} {config[name]}")
+    epilogue = config.get("epilogue", "DEFAULT")
+    if epilogue not in _EPILOGUES:
+        raise _refuse(operation, f"the epilogue {epilogue}")
+    activation = _EPILOGUES[epilogue]
+    beta = config.get("beta", 0)
+    if len(others) != int(beta != 0):
+        raise _refuse(operation, f"{2 + len(others)} operands")
+    numbers = config["dot_dimension_numbers"]
+    contracted = (_read_dims(numbers, "lhs_contracting"), _read_dims(numbers, "rhs_contracting"))
+    shared = (_read_dims(numbers, "lhs_batch"), _read_dims(numbers, "rhs_batch"))
+    dtype = DTYPES[str(result.element_type)]
+    product = lax.dot_general(x, y, (contracted, shared), preferred_element_type=dtype)
+    if np.shape(product) != tuple(result.shape):
+        raise _refuse(operation, "a result of another shape than that of its product")
+    # The factors are numbers of the program, as 1 or 0.125.
+    total = product * np.asarray(config.get("alpha_real", 1), dtype)
+    if beta:
+        total = total + lax.convert_element_type(others[0], dtype) * np.asarray(beta, dtype)
+    if activation is not None:
+        total = activation(total)
+    if not is_tuple:
+        return total
+    return (total, *[None] * (operation.results[0].type.num_types - 1))
+
+
+def _read_dims(numbers: Any, name: str) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in numbers.get(f"{name}_dimensions", ()))
+
+
+def _rectify(x: Any) -> Any:
+    return lax.max(x, jnp.zeros((), x.dtype))
+
+
+# What an epilogue applies.
+_EPILOGUES: dict[str, Callable[[Any], Any] | None] = {"DEFAULT": None, "RELU": _rectify}
+# What must hold for a product of real numbers that are not scaled; a field that is not there has this value.
+_PLAIN_MATMUL = {"alpha_imag": 0, "grad_x": False, "grad_y": False, "damax_output": False, "scale_mode": 0}
+
+
+def _allocate(reader: BlockReader, operation: Any) -> Any:
+    """Memory to which nothing was written: any numbers, on which no result may depend."""
+    return reader.buffers[operation.results[0]]
+
+
+def _assume_in_bounds(reader: BlockReader, operation: Any, indices: Any) -> Any:
+    """Indices, and a promise of the compiler that a gather by them finds all places.
+
+    What it finds where there is none is not said. So each gather of these indices fills in NaN there, which no traced
+    program has; and where another operation reads them, the call has no meaning.
+    """
+    waiting = [operation.results[0]]
+    while waiting:
+        for use in waiting.pop().uses:
+            reading = use.owner.operation
+            if reading.name == "stablehlo.gather" and use.operand_number == 1 and is_float(reading.results[0]):
+                reader.promised.add(reading.results[0])
+            elif reading.name in _MOVES_OF_INDICES:
+                waiting.append(reading.results[0])
+            else:
+                raise _refuse(operation, f"indices that {reading.name} reads")
+    return indices
+
+
+_MOVES_OF_INDICES = (
+    "stablehlo.slice",
+    "stablehlo.reshape",
+    "stablehlo.transpose",
+    "stablehlo.broadcast_in_dim",
+    "mhlo.copy",
+    "mhlo.bitcast",
+)
+
+
+def _read_places(reader: BlockReader, operation: Any, x: Any) -> Any:
+    """A bitcast between layouts of other tiles: see `tilings.py`."""
+    elements = np.asarray(json.loads(operation.attributes["backend_config"].value), np.int32)
+    return lax.reshape(jnp.take(lax.reshape(x, (x.size,)), elements, mode="clip"), read_shape(operation))
+
+
 _LIBRARY: dict[str, Callable[..., Any]] = {
     "TopK": _take_top,
+    "__cublas$gemm": _multiply_matrices,
+    "__cublas$lt$matmul": _multiply_matrices,
+    ALLOCATE: _allocate,
+    READ_PLACES: _read_places,
+    "AssumeGatherIndicesInBound": _assume_in_bounds,
 }
 
 

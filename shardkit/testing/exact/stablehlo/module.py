@@ -8,9 +8,13 @@ from typing import Any
 import jaxlib
 
 from shardkit._jax import compat
-from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.attributes import ALLOCATE, UnreadableError, find_calls
+from shardkit.testing.exact.stablehlo.instructions import open_module
 from shardkit.testing.exact.stablehlo.listed_groups import list_groups
 from shardkit.testing.exact.stablehlo.source_lines import has_frames, make_caller
+from shardkit.testing.exact.stablehlo.synchronous import wait_for_starts
+from shardkit.testing.exact.stablehlo.tilings import drop_tilings
+from shardkit.testing.exact.stablehlo.typed_alike import convert_floats, split_arrays
 
 
 class ImportedModule:
@@ -18,13 +22,14 @@ class ImportedModule:
 
     Attributes:
         mesh: names and sizes of the mesh axes of all devices, along which its function must be mapped.
+        buffers: the values that are memory to which nothing was written.
     """
 
     def __init__(self, serialized: bytes, mesh: dict[str, int]):
         """Parses the serialized HloModuleProto of a module."""
         self.mesh = mesh
         try:
-            self._ir = compat.parse_hlo(list_groups(serialized))
+            self._ir = compat.parse_hlo(rewrite(serialized))
         except ValueError as error:
             raise UnreadableError(f"a part that jaxlib {jaxlib.__version__} cannot turn into StableHLO") from error
         self._functions: dict[str, Any] = {}
@@ -32,6 +37,7 @@ class ImportedModule:
         for operation in self._ir.body.operations:
             if operation.operation.name == "func.func":
                 self._functions[operation.attributes["sym_name"].value] = operation
+        self.buffers = [operation.results[0] for operation in find_calls(self._ir.operation, ALLOCATE)]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -48,6 +54,17 @@ class ImportedModule:
     def find_function(self, name: str) -> Any:
         """The block of a function, by its name; "main" is what one device runs."""
         return self._functions[name].regions[0].blocks[0]
+
+
+def rewrite(serialized: bytes) -> bytes:
+    """A serialized HloModuleProto that computes the same, in operations that jaxlib turns into StableHLO."""
+    module = open_module(serialized)
+    drop_tilings(module)
+    for computation in module.computations:
+        wait_for_starts(computation)
+        split_arrays(computation)
+        convert_floats(computation)
+    return list_groups(module.write())
 
 
 # How many operations around one without a line are asked for theirs.

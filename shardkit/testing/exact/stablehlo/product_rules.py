@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -19,19 +20,39 @@ from shardkit.testing.exact.stablehlo.attributes import (
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 
 
-def _dot(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
+def _in_one_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of a product whose operands a TPU's compiler left in floats of two dtypes, or wider than its result.
+
+    jax has no such product, so that it is one of float32, which is converted.
+    """
+
+    def apply(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
+        dtype = read_dtype(operation)
+        dtypes = {np.dtype(x.dtype), np.dtype(y.dtype)}
+        are_floats = all(jnp.issubdtype(kind, jnp.floating) for kind in (*dtypes, dtype))
+        is_narrower = np.dtype(dtype).itemsize < max(kind.itemsize for kind in dtypes)
+        if are_floats and (len(dtypes) > 1 or is_narrower):
+            x = lax.convert_element_type(x, np.float32)
+            y = lax.convert_element_type(y, np.float32)
+            return lax.convert_element_type(rule(reader, operation, x, y, np.float32), dtype)
+        return rule(reader, operation, x, y, dtype)
+
+    return apply
+
+
+def _dot(reader: BlockReader, operation: Any, x: Any, y: Any, dtype: Any) -> Any:
     dims = (((np.ndim(x) - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=read_dtype(operation))
+    return lax.dot_general(x, y, dims, preferred_element_type=dtype)
 
 
-def _dot_general(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
+def _dot_general(reader: BlockReader, operation: Any, x: Any, y: Any, dtype: Any) -> Any:
     attribute = compat.hlo_dimensions("Dot", operation.attributes["dot_dimension_numbers"])
     contracted = (tuple(attribute.lhs_contracting_dimensions), tuple(attribute.rhs_contracting_dimensions))
     shared = (tuple(attribute.lhs_batching_dimensions), tuple(attribute.rhs_batching_dimensions))
-    return lax.dot_general(x, y, (contracted, shared), preferred_element_type=read_dtype(operation))
+    return lax.dot_general(x, y, (contracted, shared), preferred_element_type=dtype)
 
 
-def _convolve(reader: BlockReader, operation: Any, x: Any, kernel: Any) -> Any:
+def _convolve(reader: BlockReader, operation: Any, x: Any, kernel: Any, dtype: Any) -> Any:
     attribute = compat.hlo_dimensions("Conv", operation.attributes["dimension_numbers"])
     numbers = lax.ConvDimensionNumbers(
         (attribute.input_batch_dimension, attribute.input_feature_dimension, *attribute.input_spatial_dimensions),
@@ -58,12 +79,12 @@ def _convolve(reader: BlockReader, operation: Any, x: Any, kernel: Any) -> Any:
         numbers,
         read_integer(operation, "feature_group_count"),
         read_integer(operation, "batch_group_count"),
-        preferred_element_type=read_dtype(operation),
+        preferred_element_type=dtype,
     )
 
 
 PRODUCT_RULES: dict[str, Callable[..., Any]] = {
-    "stablehlo.dot": _dot,
-    "stablehlo.dot_general": _dot_general,
-    "stablehlo.convolution": _convolve,
+    "stablehlo.dot": _in_one_dtype(_dot),
+    "stablehlo.dot_general": _in_one_dtype(_dot_general),
+    "stablehlo.convolution": _in_one_dtype(_convolve),
 }

@@ -126,6 +126,38 @@ def _find_total_order(value: Any) -> Any:
     return number
 
 
+def _unless_ordered(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of an operation that may be one of those by which a compiler orders floats: then nothing reads its result.
+
+    A loop runs what nothing reads, and these are operations on the bits of floats, which have no meaning.
+    """
+
+    def apply(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+        if _serves_order(operation.operation):
+            return reader.vary(np.zeros(read_shape(operation), read_dtype(operation)))
+        return rule(reader, operation, *operands)
+
+    return apply
+
+
+def _serves_order(operation: Any) -> bool:
+    """Whether all that reads an operation, at the end, are comparisons of floats by `_find_total_order`."""
+    readers = [use.owner.operation for use in operation.results[0].uses]
+    if not readers:
+        return False
+    if operation.name != "stablehlo.select":
+        return all(reader.name in _ORDERING and _serves_order(reader) for reader in readers)
+    for reader in readers:
+        if reader.name != "stablehlo.compare":
+            return False
+        if any(_find_total_order(value) is None for value in reader.operands):
+            return False
+    return True
+
+
+_ORDERING = ("stablehlo.select", "stablehlo.xor", "stablehlo.compare")
+
+
 def _select(reader: BlockReader, operation: Any, which: Any, yes: Any, no: Any) -> Any:
     """One of two arrays by a mask, element by element; a scalar mask chooses for all elements."""
     if np.ndim(which) == 0 and np.ndim(yes):
@@ -199,15 +231,15 @@ SCALAR_RULES: dict[str, Callable[..., Any]] = {
     "stablehlo.is_finite": _apply_elementwise(lax.is_finite),
     "stablehlo.and": _apply_elementwise(lax.bitwise_and),
     "stablehlo.or": _apply_elementwise(lax.bitwise_or),
-    "stablehlo.xor": _apply_elementwise(lax.bitwise_xor),
+    "stablehlo.xor": _unless_ordered(_apply_elementwise(lax.bitwise_xor)),
     "stablehlo.not": _apply_elementwise(lax.bitwise_not),
     "stablehlo.popcnt": _apply_elementwise(lax.population_count),
     "stablehlo.count_leading_zeros": _apply_elementwise(lax.clz),
     "stablehlo.shift_left": _apply_elementwise(lax.shift_left),
     "stablehlo.shift_right_logical": _apply_elementwise(lax.shift_right_logical),
     "stablehlo.shift_right_arithmetic": _apply_elementwise(lax.shift_right_arithmetic),
-    "stablehlo.compare": _compare,
-    "stablehlo.select": _select,
+    "stablehlo.compare": _unless_ordered(_compare),
+    "stablehlo.select": _unless_ordered(_select),
     "stablehlo.clamp": _clamp,
     "stablehlo.convert": _convert,
     "stablehlo.bitcast_convert": _reinterpret,

@@ -119,7 +119,10 @@ def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
     )
     sizes = read_integers(operation, "slice_sizes")
     # A module clamps indices out of bounds. A gather of jax that fills them is a clamped one, and a select behind it.
-    return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+    mode = lax.GatherScatterMode.CLIP
+    if operation.results[0] in reader.promised:
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.gather(x, indices, numbers, sizes, mode=mode)
 
 
 def _put_vector_last(indices: Any, dim: int) -> Any:

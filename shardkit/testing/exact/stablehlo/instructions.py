@@ -1,0 +1,175 @@
+"""A serialized module, opened so that its instructions can be written otherwise.
+
+Only the fields that rewriting needs are read; all others are written as they were. Field numbers are those of xla's
+`hlo.proto` and `xla_data.proto`. For example `open_module(data).write()` is a module with the same instructions,
+without the order in which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardkit.analysis.hlo.protobuf import integer, integers, message, split_fields, text, write_field
+
+# The fields of a module: computations, what it takes and returns, and the order in which instructions run.
+_COMPUTATION = 3
+_PROGRAM_SHAPE = 4
+_SCHEDULE = 7
+# Those of a computation, whose _PROGRAM_SHAPE has this number too.
+_INSTRUCTION = 2
+_ROOT = 6
+# Those of an instruction.
+_NAME = 1
+_OPCODE = 2
+_SHAPE = 3
+METADATA = 7
+LITERAL = 8
+TUPLE_INDEX = 13
+TARGET = 28
+CONFIG = 43  # of a call, what the backend is told
+API_VERSION = 77
+_NUMBER = 35
+_OPERANDS = 36
+_WAITS_FOR = 37  # instructions that run before it, though it reads none of them
+# Those of a shape.
+TYPE = 2
+_PARTS = 4
+_TUPLE = 13  # the type of one
+
+
+@dataclass
+class WrittenInstruction:
+    """An instruction.
+
+    Attributes:
+        number: by which others read it.
+        name: as the compiler prints it.
+        opcode: as "add".
+        operands: the numbers of what it reads.
+        shape: a serialized ShapeProto.
+        others: all other fields, by their numbers.
+    """
+
+    number: int
+    name: str
+    opcode: str
+    operands: list[int]
+    shape: bytes
+    others: list[tuple[int, bytes]]
+
+    @classmethod
+    def of(cls, data: bytes) -> WrittenInstruction:
+        """That of a serialized HloInstructionProto."""
+        fields = message(data)
+        others = []
+        for number, field in split_fields(data):
+            if number not in (_NAME, _OPCODE, _SHAPE, _NUMBER, _OPERANDS, _WAITS_FOR):
+                others.append((number, field))
+        return cls(
+            integer(fields, _NUMBER),
+            text(fields[_NAME]),
+            text(fields[_OPCODE]),
+            list(integers(fields, _OPERANDS)),
+            fields[_SHAPE][0],
+            others,
+        )
+
+    def write(self) -> bytes:
+        """A serialized HloInstructionProto."""
+        written = [
+            write_field(_NAME, self.name.encode()),
+            write_field(_OPCODE, self.opcode.encode()),
+            write_field(_SHAPE, self.shape),
+            write_field(_NUMBER, self.number),
+        ]
+        for operand in self.operands:
+            written.append(write_field(_OPERANDS, operand))
+        for _, field in self.others:
+            written.append(field)
+        return b"".join(written)
+
+    @property
+    def metadata(self) -> list[tuple[int, bytes]]:
+        """The field that says from which line it comes, for what is written in its place."""
+        return [(number, field) for number, field in self.others if number == METADATA]
+
+
+@dataclass
+class WrittenComputation:
+    """A computation.
+
+    Attributes:
+        instructions: in an order in which each comes after its operands.
+        root: the number of the one that it returns.
+        others: all other fields, by their numbers.
+    """
+
+    instructions: list[WrittenInstruction]
+    root: int
+    others: list[tuple[int, bytes]]
+
+    @classmethod
+    def of(cls, data: bytes) -> WrittenComputation:
+        """That of a serialized HloComputationProto."""
+        fields = message(data)
+        others = []
+        for number, field in split_fields(data):
+            if number not in (_INSTRUCTION, _ROOT):
+                others.append((number, field))
+        return cls([WrittenInstruction.of(part) for part in fields[_INSTRUCTION]], integer(fields, _ROOT), others)
+
+    def write(self) -> bytes:
+        """A serialized HloComputationProto."""
+        written = [field for _, field in self.others]
+        for instruction in self.instructions:
+            written.append(write_field(_INSTRUCTION, instruction.write()))
+        written.append(write_field(_ROOT, self.root))
+        return b"".join(written)
+
+    def next_number(self) -> int:
+        """A number that no instruction has."""
+        return max(instruction.number for instruction in self.instructions) + 1
+
+    def by_number(self) -> dict[int, WrittenInstruction]:
+        """Its instructions by their numbers."""
+        return {instruction.number: instruction for instruction in self.instructions}
+
+
+@dataclass
+class OpenModule:
+    """A module: its computations, and all other fields by their numbers."""
+
+    computations: list[WrittenComputation]
+    others: list[tuple[int, bytes]]
+
+    def write(self) -> bytes:
+        """A serialized HloModuleProto, without the order in which its instructions run."""
+        written = [field for _, field in self.others]
+        for computation in self.computations:
+            written.append(write_field(_COMPUTATION, computation.write()))
+        return b"".join(written)
+
+
+def open_module(serialized: bytes) -> OpenModule:
+    """That of a serialized HloModuleProto."""
+    others = []
+    for number, field in split_fields(serialized):
+        if number not in (_COMPUTATION, _SCHEDULE):
+            others.append((number, field))
+    computations = [WrittenComputation.of(data) for data in message(serialized)[_COMPUTATION]]
+    return OpenModule(computations, others)
+
+
+def list_parts(shape: bytes) -> list[bytes]:
+    """The shapes in a tuple; of an array, its shape alone."""
+    fields = message(shape)
+    if integer(fields, TYPE) == _TUPLE:
+        return list(fields.get(_PARTS, ()))
+    return [shape]
+
+
+def make_tuple(shapes: Sequence[bytes]) -> bytes:
+    """The shape of a tuple."""
+    parts = [write_field(_PARTS, shape) for shape in shapes]
+    return write_field(TYPE, _TUPLE) + b"".join(parts)

@@ -1,0 +1,208 @@
+"""Drops the tilings of a module, which say where numbers are, before jaxlib reads it.
+
+A TPU stores f32[16,256]{1,0:T(8,128)} as [2, 2] tiles of [8, 128], one after the other. No operation but a bitcast sees
+this. A bitcast returns the same bytes as another shape, and jaxlib reads it as if there were no tiles: in the order of
+the dims of its layouts. Whether that is its meaning is asked here of each element. For example
+
+    f32[16,128]{1,0:T(8,128)} to f32[2,8,128]{2,1,0:T(8,128)}        element n of the one is element n of the other
+    f32[16,256]{1,0:T(8,128)} to f32[2,2,8,128]{3,2,1,0:T(8,128)}    not so: the dims of the one are the tiles
+
+The second one becomes a call of READ_PLACES with a table of which element is where, and one that reads the padding of a
+tile, in which nobody knows what is, a call that has no meaning.
+
+Source: https://openxla.org/xla/tiled_layout
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from shardkit.analysis.hlo.protobuf import integer, integers, message, split_fields, write_field
+from shardkit.testing.exact.stablehlo.instructions import (
+    API_VERSION,
+    CONFIG,
+    LITERAL,
+    TARGET,
+    TYPE,
+    OpenModule,
+    WrittenInstruction,
+)
+
+# The field of a module and of a computation with what it takes and returns; of a literal its shape.
+_PROGRAM_SHAPE = 4
+_PARAMETERS = 1
+_RESULT = 2
+_LITERAL_SHAPE = 1
+# Those of an instruction.
+_OPERAND_SHAPES = 57
+# Those of a shape.
+_DIMS = 3
+_PARTS = 4
+_LAYOUT = 5
+# Those of a layout, and of a tile.
+_MINOR_TO_MAJOR = 1
+_TILES = 6
+_TILE_DIMS = 1
+_WHOLE_DIM = 1 << 63  # a dim of a tile that is joined with the next one
+
+# What a bitcast becomes that reads elements in another order, with the numbers of these as JSON; and any other.
+READ_PLACES = "shardkit.read_places"
+READ_PADDING = "a bitcast of the padding of tiles"
+
+
+def drop_tilings(module: OpenModule) -> None:
+    """Writes all layouts without tiles, and bitcasts that need them as calls that have no meaning."""
+    module.others = [_drop_in_program_shape(number, field) for number, field in module.others]
+    for computation in module.computations:
+        computation.others = [_drop_in_program_shape(number, field) for number, field in computation.others]
+        instructions = computation.by_number()
+        for instruction in computation.instructions:
+            if instruction.opcode == "bitcast":
+                operand = instructions[instruction.operands[0]]
+                if not keeps_order(operand.shape, instruction.shape):
+                    _write_as_call(instruction, find_elements(operand.shape, instruction.shape))
+        for instruction in computation.instructions:
+            instruction.shape = _drop_in_shape(instruction.shape)
+            instruction.others = [_drop_in_field(number, field) for number, field in instruction.others]
+
+
+def _write_as_call(instruction: WrittenInstruction, elements: Sequence[int] | None) -> None:
+    """Makes a bitcast a call that reads the elements of these numbers."""
+    instruction.opcode = "custom-call"
+    target = READ_PADDING if elements is None else READ_PLACES
+    config = json.dumps(elements)
+    instruction.others = [
+        *instruction.metadata,
+        (TARGET, write_field(TARGET, target.encode())),
+        (CONFIG, write_field(CONFIG, config.encode())),
+        (API_VERSION, write_field(API_VERSION, 1)),
+    ]
+
+
+def _drop_in_program_shape(number: int, field: bytes) -> tuple[int, bytes]:
+    if number != _PROGRAM_SHAPE:
+        return number, field
+    return number, _drop_in_message(number, field, (_PARAMETERS, _RESULT))
+
+
+def _drop_in_field(number: int, field: bytes) -> tuple[int, bytes]:
+    if number == LITERAL:
+        return number, _drop_in_message(number, field, (_LITERAL_SHAPE,))
+    if number == _OPERAND_SHAPES:
+        [shape] = message(field)[number]
+        return number, write_field(number, _drop_in_shape(shape))
+    return number, field
+
+
+def _drop_in_message(number: int, field: bytes, shapes: Sequence[int]) -> bytes:
+    """A field that is a message, without the tiles of the shapes in some of its fields."""
+    [inner] = message(field)[number]
+    written = []
+    for inner_number, part in split_fields(inner):
+        if inner_number in shapes:
+            [shape] = message(part)[inner_number]
+            part = write_field(inner_number, _drop_in_shape(shape))
+        written.append(part)
+    return write_field(number, b"".join(written))
+
+
+@lru_cache(4096)  # a program has few shapes
+def _drop_in_shape(shape: bytes) -> bytes:
+    written = []
+    for field, data in split_fields(shape):
+        if field == _PARTS:
+            [part] = message(data)[field]
+            data = write_field(field, _drop_in_shape(part))
+        elif field == _LAYOUT:
+            [layout] = message(data)[field]
+            order = [part for number, part in split_fields(layout) if number == _MINOR_TO_MAJOR]
+            data = write_field(field, b"".join(order))
+        written.append(data)
+    return b"".join(written)
+
+
+@lru_cache(4096)
+def keeps_order(source: bytes, target: bytes) -> bool:
+    """Whether a bitcast between two shapes is one of the numbers in the order of the dims of their layouts."""
+    if not (_list_tiles(source) or _list_tiles(target)):
+        return True
+    if integer(message(source), TYPE) != integer(message(target), TYPE):
+        return False  # of other bits, maybe, which pack otherwise
+    places = _find_places(source)
+    others = _find_places(target)
+    if places is None or others is None:
+        return False
+    return bool(np.array_equal(_in_order(places, source), _in_order(others, target)))
+
+
+@lru_cache(4096)
+def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
+    """For each element of the result of a bitcast the number of the operand's that is in its place; None if none is."""
+    places = _find_places(source)
+    others = _find_places(target)
+    of_one_type = integer(message(source), TYPE) == integer(message(target), TYPE)
+    if places is None or others is None or not of_one_type:
+        return None
+    elements = {int(place): number for number, place in enumerate(places.ravel())}
+    if not all(int(place) in elements for place in others.ravel()):
+        return None
+    return tuple(elements[int(place)] for place in others.ravel())
+
+
+def _in_order(places: np.ndarray, shape: bytes) -> np.ndarray:
+    """The places of all elements in the order of the dims of a layout, the slowest first."""
+    return places.transpose(_read_order(shape)).ravel()
+
+
+def _read_order(shape: bytes) -> tuple[int, ...]:
+    fields = message(shape)
+    if _LAYOUT not in fields:
+        return tuple(range(len(integers(fields, _DIMS))))
+    return integers(message(fields[_LAYOUT][0]), _MINOR_TO_MAJOR)[::-1]
+
+
+def _list_tiles(shape: bytes) -> list[tuple[int, ...]]:
+    fields = message(shape)
+    if _LAYOUT not in fields:
+        return []
+    return [integers(message(tile), _TILE_DIMS) for tile in message(fields[_LAYOUT][0]).get(_TILES, ())]
+
+
+def _find_places(shape: bytes) -> np.ndarray | None:
+    """Where each element is stored; None if that is not known.
+
+    For example [4, 3] in tiles of [2, 2]: the rows are padded to 4, and the first one has the places 0, 1, 4.
+    """
+    dims = integers(message(shape), _DIMS)
+    order = _read_order(shape)
+    sizes = [dims[dim] for dim in order]
+    coordinates = list(np.indices(sizes, np.int64, sparse=True))
+    places = np.zeros(sizes, np.int64)
+    if places.size != 1:  # a single element is the first, in all tiles
+        for tile in _list_tiles(shape):
+            if len(tile) > len(sizes) or any(size >= _WHOLE_DIM for size in tile):
+                return None
+            sizes, coordinates = _cut_tiles(sizes, coordinates, tile)
+        for size, coordinate in zip(sizes, coordinates, strict=True):
+            places = places * size + coordinate
+    return places.transpose(np.argsort(order)) if order else places
+
+
+def _cut_tiles(
+    sizes: Sequence[int], coordinates: Sequence[np.ndarray], tile: Sequence[int]
+) -> tuple[list[int], list[np.ndarray]]:
+    """The dims after one tiling: the last ones become the numbers of tiles, and then the places in a tile."""
+    first = len(sizes) - len(tile)
+    new_sizes = list(sizes[:first])
+    new_coordinates = list(coordinates[:first])
+    for size, coordinate, width in zip(sizes[first:], coordinates[first:], tile, strict=True):
+        new_sizes.append(-(-size // width))
+        new_coordinates.append(coordinate // width)
+    for coordinate, width in zip(coordinates[first:], tile, strict=True):
+        new_sizes.append(width)
+        new_coordinates.append(coordinate % width)
+    return new_sizes, new_coordinates

@@ -1,0 +1,348 @@
+"""Programs that the compilers of absent chips made equal what was traced; each row of meaning has a wrong pair."""
+
+import json
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardkit as sk
+from shardkit._jax import compat
+from shardkit.analysis.hlo import topology as topologies
+from shardkit.analysis.hlo.proto import read_groups
+from shardkit.analysis.hlo.protobuf import write_field
+from shardkit.testing.exact import assert_compiled_equal
+from shardkit.testing.exact.compiled import _make_inputs
+from shardkit.testing.exact.compiled_pair import CompiledPair
+from shardkit.testing.exact.draws import of_kernels
+from shardkit.testing.exact.stablehlo import listed_groups, module
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.instructions import (
+    WrittenComputation,
+    WrittenInstruction,
+    make_tuple,
+    open_module,
+)
+from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
+from shardkit.testing.exact.stablehlo.synchronous import wait_for_starts
+from shardkit.testing.exact.stablehlo.tilings import find_elements, keeps_order
+from shardkit.testing.exact.stablehlo.typed_alike import convert_floats, split_arrays
+from support.compilers import gpu, tpu
+from support.recorded import small
+
+TOPOLOGIES = ["v5e:2x4", "h100:1x1x8"]
+
+
+def prove(built, topology, traced=None):
+    """Proves a recorded module, equal to its trace or to another program of the same arguments."""
+    pair = CompiledPair.of_absent("test", built, topology, traced or built.traced.jaxpr)
+    _, args = small.layers()
+    pair.prove("test", "", "result", partial(_make_inputs, jax.tree.leaves(args)), 3, of_kernels(0.1))
+    return pair
+
+
+# proves N49: also for chips that are not there
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_recorded_module_is_its_trace(topology):
+    """Alone in reading starts and ends, tilings, and memory that nothing was written to, of a real compiler."""
+    pair = prove(small.built(topology), topology)
+    assert pair.imported.describe_compiler().startswith(f"8 devices ({topology}, jax 0.10")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_recorded_module_is_no_other_program(topology):
+    def mean(x, axis):
+        return lax.psum(x, axis) / 2
+
+    step, args = small.layers(mean)
+    with pytest.raises(AssertionError, match="of each device is not the reference's for all inputs"):
+        prove(small.built(topology), topology, step.trace(*args).jaxpr)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_groups_of_wrong_devices(topology, monkeypatch):
+    """Catches starts whose groups are lost where they become one operation with their ends."""
+
+    def exchange_devices(instruction):
+        groups = [list(group) for group in read_groups(instruction)]
+        if len(groups) == 4:  # those over tp
+            groups[0][-1], groups[1][-1] = groups[1][-1], groups[0][-1]
+        return groups
+
+    monkeypatch.setattr(listed_groups, "read_groups", exchange_devices)
+    with pytest.raises(AssertionError, match="of each device is not the reference's"):
+        prove(small.built(topology), topology)
+
+
+def test_memory_that_is_read_before_it_is_written():
+    """Catches buffers that are taken for zeros, or for what is written to them elsewhere."""
+    built = small.built("v5e:2x4")
+    opened = open_module(built.module)
+    for computation in opened.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode == "dynamic-update-slice":
+                instruction.opcode = "copy"
+                instruction.operands = instruction.operands[:1]
+    with pytest.raises((AssertionError, ValueError), match=r"not the reference's|not decided"):
+        prove(built._replace(module=opened.write()), "v5e:2x4")
+
+
+def test_a_start_that_something_else_reads_stays():
+    """Catches a result that is read before its end: what it is then is not said."""
+    starts = [make("start", 2, "all-gather-start", [1]), make("done", 3, "all-gather-done", [2])]
+    computation = WrittenComputation([make("x", 1, "parameter"), *starts, make("y", 4, "negate", [3])], 4, [])
+    wait_for_starts(computation)
+    assert [instruction.opcode for instruction in computation.instructions] == ["parameter", "all-gather", "negate"]
+    assert computation.instructions[-1].operands == [2]
+    starts = [make("start", 2, "all-gather-start", [1]), make("done", 3, "all-gather-done", [2])]
+    computation = WrittenComputation([make("x", 1, "parameter"), *starts, make("y", 4, "negate", [2])], 3, [])
+    wait_for_starts(computation)
+    assert computation.instructions[1].opcode == "all-gather-start"
+
+
+def make_shape(kind, *dims, tiles=(), order=None):
+    """A serialized ShapeProto; kind is xla's number of a dtype."""
+    layout = b"".join(write_field(1, dim) for dim in order or range(len(dims))[::-1])
+    for tile in tiles:
+        layout += write_field(6, b"".join(write_field(1, size) for size in tile))
+    return write_field(2, kind) + b"".join(write_field(3, size) for size in dims) + write_field(5, layout)
+
+
+F32, BF16 = 11, 16
+
+
+def make(name, number, opcode, operands=(), shape=None):
+    return WrittenInstruction(number, name, opcode, list(operands), shape or make_shape(F32, 8), [])
+
+
+def test_a_collective_of_several_arrays_is_one_of_each():
+    shapes = make_shape(F32, 2), make_shape(F32, 3)
+    both = make("sums", 3, "reduce-scatter", [1, 2], make_tuple(shapes))
+    computation = WrittenComputation([make("x", 1, "parameter"), make("y", 2, "parameter"), both], 3, [])
+    split_arrays(computation)
+    *_, first, second, result = computation.instructions
+    assert (first.operands, first.shape, second.operands, second.shape) == ([1], shapes[0], [2], shapes[1])
+    assert (result.opcode, result.operands) == ("tuple", [first.number, second.number])
+
+
+def test_floats_of_two_dtypes_are_converted():
+    """Catches a result of the wrong array, where a sum is of several."""
+    shapes = make_shape(F32, 2), make_shape(BF16, 3)
+    total = make("total", 3, "all-reduce", [1, 2], make_tuple(shapes[::-1]))
+    inputs = [make("x", 1, "parameter", (), shapes[0]), make("y", 2, "parameter", (), shapes[1])]
+    computation = WrittenComputation([*inputs, total], 3, [])
+    convert_floats(computation)
+    opcodes = [instruction.opcode for instruction in computation.instructions[2:]]
+    assert opcodes == [
+        *("convert", "all-reduce", "get-tuple-element", "convert", "get-tuple-element"),
+        "tuple",
+    ]
+    converted, summed, _, first, second, result = computation.instructions[2:]
+    assert converted.operands == [2] and summed.operands == [1, converted.number]
+    assert (result.number, result.operands) == (3, [first.number, second.number])
+
+
+TILED = {"tiles": [(8, 128)]}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "keeps"),
+    [
+        (make_shape(F32, 16, 128, **TILED), make_shape(F32, 2, 8, 128, **TILED), True),
+        (make_shape(F32, 16, 256, **TILED), make_shape(F32, 2, 8, 256, **TILED), True),
+        (make_shape(F32, 16, 256, **TILED), make_shape(F32, 2, 2, 8, 128, **TILED), False),
+        (make_shape(F32, 16, 256), make_shape(F32, 2, 2, 8, 128), True),
+        (make_shape(F32, 12, 128, **TILED), make_shape(F32, 3, 4, 128, **TILED), False),  # padding between the rows
+        (make_shape(F32, 8, 128, **TILED), make_shape(BF16, 8, 128, **TILED), False),
+    ],
+)
+def test_whether_a_bitcast_keeps_the_order_of_elements(source, target, keeps):
+    assert keeps_order(source, target) == keeps
+
+
+def test_the_elements_of_a_bitcast_by_tiles():
+    """A bitcast that names the tiles is a transpose of them; one that reads padding is none."""
+    source = make_shape(F32, 4, 4, tiles=[(2, 2)])
+    elements = find_elements(source, make_shape(F32, 2, 2, 2, 2))
+    x = np.arange(16).reshape(2, 2, 2, 2).transpose(0, 2, 1, 3)
+    assert elements == tuple(x.ravel())
+    assert find_elements(make_shape(F32, 3, 4, tiles=[(2, 2)]), make_shape(F32, 4, 4, tiles=[(2, 2)])) is None
+    assert find_elements(make_shape(F32, 1, 25, tiles=[(1, 128)]), make_shape(F32, 1, 1, tiles=[(1, 128)])) == (0,)
+
+
+def run_call(target, config, result, *arguments):
+    """The result of one call of a library's function."""
+    names = ", ".join(f"%a{number}" for number in range(len(arguments)))
+    types = [f"tensor<{''.join(f'{size}x' for size in x.shape)}f32>" for x in arguments]
+    parameters = ", ".join(f"%a{number}: {kind}" for number, kind in enumerate(types))
+    text = f"""
+    func.func @main({parameters}) -> {result} {{
+      %r = "stablehlo.custom_call"({names}) <{{call_target_name = "{target}", api_version = 1 : i32,
+        backend_config = {json.dumps(json.dumps(config))}}}> : ({", ".join(types)}) -> {result}
+      return %r : {result}
+    }}
+    """
+    return run_text(text, *arguments)[0]
+
+
+def run_text(text, *arguments):
+    """The results of a module that is written as text, of one device."""
+    with compat.private("interpreters.mlir.make_ir_context")():
+        parsed = compat.private("interpreters.mlir.ir").Module.parse(text)
+        block = parsed.body.operations[0].regions[0].blocks[0]
+        parts = SimpleNamespace(mesh={}, axes=(), call_at_line=lambda operation, rule: rule())
+        return BlockReader(parts, OPERATION_RULES).run(block, arguments)
+
+
+MATMUL = {
+    "alpha_real": 1,
+    "beta": 0,
+    "epilogue": "DEFAULT",
+    "dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"], "rhs_contracting_dimensions": ["0"]},
+}
+X, Y, C = np.arange(6, dtype="f").reshape(2, 3), np.arange(12, dtype="f").reshape(3, 4), np.ones((2, 4), "f")
+
+
+def multiply(*arguments, result="tensor<2x4xf32>", **options):
+    return run_call("__cublas$lt$matmul", {"gemm_backend_config": MATMUL | options}, result, *arguments)
+
+
+def test_a_product_by_cublas():
+    """Alone in holding each factor of the contract: a wrong one is another number."""
+    assert np.array_equal(multiply(X, Y), X @ Y)
+    assert np.array_equal(multiply(X, Y, C, alpha_real=0.5, beta=3), X @ Y / 2 + 3 * C)
+    assert np.array_equal(multiply(X, -Y, epilogue="RELU"), np.maximum(X @ -Y, 0))
+    dims = {"lhs_contracting_dimensions": ["0"], "rhs_contracting_dimensions": ["1"]}
+    assert np.array_equal(multiply(X.T, Y.T, dot_dimension_numbers=dims), X @ Y)
+    batched = {
+        "lhs_batch_dimensions": ["0"],
+        "rhs_batch_dimensions": ["0"],
+        "lhs_contracting_dimensions": ["2"],
+        "rhs_contracting_dimensions": ["1"],
+    }
+    product = multiply(X[None], Y[None], result="tensor<1x2x4xf32>", dot_dimension_numbers=batched)
+    assert np.array_equal(product, (X @ Y)[None])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((X, Y), {"epilogue": "BIAS"}, "with the epilogue BIAS"),
+        ((X, Y), {"alpha_imag": 1}, "with alpha_imag 1"),
+        ((X, Y), {"scale_mode": 2}, "with scale_mode 2"),
+        ((X, Y, C), {}, "with 3 operands"),
+        ((X, Y), {"beta": 1}, "with 2 operands"),
+        ((X, Y), {"result": "tensor<4x2xf32>"}, "with a result of another shape"),
+    ],
+)
+def test_a_product_beyond_the_contract_is_refused(arguments, options, message):
+    with pytest.raises(UnreadableError, match=message):
+        multiply(*arguments, **options)
+
+
+def test_the_places_of_a_bitcast():
+    assert run_call("shardkit.read_places", [2, 0], "tensor<2xf32>", np.arange(3, dtype="f")).tolist() == [2, 0]
+
+
+PROMISED = """
+func.func @main(%x: tensor<3xf32>, %i: tensor<2x1xi32>) -> tensor<2xf32> {
+  %j = stablehlo.custom_call @AssumeGatherIndicesInBound(%i) : (tensor<2x1xi32>) -> tensor<2x1xi32>
+  %r = "stablehlo.gather"(%x, %j) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0],
+      start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}>
+    : (tensor<3xf32>, tensor<2x1xi32>) -> tensor<2xf32>
+  return %r : tensor<2xf32>
+}
+"""
+
+
+def test_a_promise_of_the_compiler_that_is_broken_is_no_number():
+    """Catches a gather beyond an array that is read as clamped, as that of the trace is."""
+    x = np.arange(3, dtype="f")
+    assert run_text(PROMISED, x, np.asarray([[1], [2]]))[0].tolist() == [1, 2]
+    assert np.isnan(run_text(PROMISED, x, np.asarray([[1], [3]]))[0][1])
+    text = PROMISED.replace('"stablehlo.gather"(%x, %j)', '"stablehlo.gather"(%x, %k)').replace(
+        "  %r", "  %k = stablehlo.add %j, %j : tensor<2x1xi32>\n  %r"
+    )
+    with pytest.raises(UnreadableError, match=r"with indices that stablehlo\.add reads"):
+        run_text(text, x, np.asarray([[1], [2]]))
+
+
+ORDER_IN_A_LOOP = """
+func.func @main(%x: tensor<f32>, %y: tensor<f32>) -> tensor<i1> {
+  %zero = stablehlo.constant dense<0> : tensor<i32>
+  %mask = stablehlo.constant dense<2147483647> : tensor<i32>
+  %a = stablehlo.bitcast_convert %x : (tensor<f32>) -> tensor<i32>
+  %b = stablehlo.compare LT, %a, %zero : (tensor<i32>, tensor<i32>) -> tensor<i1>
+  %c = stablehlo.xor %mask, %a : tensor<i32>
+  %d = stablehlo.select %b, %c, %a : tensor<i1>, tensor<i32>
+  %e = stablehlo.bitcast_convert %y : (tensor<f32>) -> tensor<i32>
+  %f = stablehlo.compare LT, %e, %zero : (tensor<i32>, tensor<i32>) -> tensor<i1>
+  %g = stablehlo.xor %mask, %e : tensor<i32>
+  %h = stablehlo.select %f, %g, %e : tensor<i1>, tensor<i32>
+  %r = stablehlo.compare LT, %d, %h : (tensor<i32>, tensor<i32>) -> tensor<i1>
+  return %r : tensor<i1>
+}
+"""
+
+
+def test_the_bits_of_an_order_are_not_computed():
+    """A loop runs what nothing reads, and an exclusive or of the bits of an unknown float has no meaning."""
+
+    def primitives(text):
+        jaxpr = jax.make_jaxpr(lambda x, y: run_text(text, x, y))(np.float32(-1), np.float32(2))
+        return [equation.primitive.name for equation in jaxpr.eqns]
+
+    assert "xor" not in primitives(ORDER_IN_A_LOOP)
+    read = ORDER_IN_A_LOOP.replace("compare LT, %d, %h", "compare LT, %d, %c")
+    assert "xor" in primitives(read)
+    [result] = run_text(ORDER_IN_A_LOOP, np.float32(-1), np.float32(2))
+    assert bool(result)
+
+
+def draw(*shape):
+    return np.random.default_rng(3).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("topology", [pytest.param(TOPOLOGIES[0], marks=tpu), pytest.param(TOPOLOGIES[1], marks=gpu)])
+def test_a_program_compiled_for_a_topology(topology):
+    mesh = sk.make_mesh(data=4, model=2)
+    x = sk.shard(draw(8, 4), mesh, jax.sharding.PartitionSpec("data"))
+    w = sk.shard(draw(4, 4), mesh, jax.sharding.PartitionSpec(None, "model"))
+    proof = assert_compiled_equal(jax.jit(lambda x, w: jnp.tanh(x @ w).sum(0)), x, w, topology=topology)
+    assert f"8 devices ({topology}, jax" in proof.what
+    with pytest.raises(AssertionError, match="not the reference's for all inputs"):
+        assert_compiled_equal(
+            jax.jit(lambda x, w: jnp.tanh(x @ w).sum(0)),
+            *(x, w),
+            topology=topology,
+            reference=lambda x, w: jnp.tanh(x @ w).mean(0),
+        )
+
+
+def test_a_compiler_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(topologies, "find_spec", lambda package: None)
+    message = "the compiler for h100 is not installed. Install it with: pip install 'shardkit[aot-gpu]'"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        assert_compiled_equal(jax.jit(jnp.sin), draw(3), topology="h100:1x1x8")
+
+
+def test_what_jaxlib_does_not_know_is_named():
+    with pytest.raises(UnreadableError, match="cannot turn into StableHLO"):
+        module.ImportedModule(make_unknown(), {"device": 1})
+
+
+def make_unknown():
+    """A module whose only instruction is none."""
+    opened = open_module(small.built("v5e:2x4").module)
+    for computation in opened.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode == "tanh":
+                instruction.opcode = "no-such-opcode"
+    return opened.write()
