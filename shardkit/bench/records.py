@@ -138,8 +138,9 @@ def report(records: Sequence[Record], file: Path | None = None, line: Callable[[
         >>> sk.bench.report(records, line=lambda record: f"{record['case']} over {record['rounds']} rounds")
         double over 2 rounds
     """
-    text = "\n" + table(records)
-    if line is not None:
+    if line is None:
+        text = "\n" + table(records)
+    else:
         text = "\n".join(line(record) for record in records)
     print(text, flush=True)  # noqa: T201
     if file is not None:

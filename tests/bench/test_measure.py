@@ -207,3 +207,9 @@ def test_a_state_with_a_key_is_compared_whole():
     assert [record["wrong"] for record in records] == [0, 0]
     with pytest.raises(ValueError, match=r"'other key' differs from 'first'"):
         bench.measure("states", "4 numbers", [cases[0], cases[2]], calls=1, rounds=1)
+
+
+# What alone finds records of another kind, without times, that are printed line by line and have no table.
+def test_lines_need_no_times(capsys):
+    sk.bench.report([{"case": "a write", "bytes": 3}], line=lambda record: f"{record['case']}: {record['bytes']}")
+    assert capsys.readouterr().out == "a write: 3\n"
