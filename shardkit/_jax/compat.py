@@ -126,7 +126,7 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
                 f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
                 "Call it inside jax.shard_map over a mesh with that axis."
             )
-        raise ValueError(
+        raise UnboundAxisError(
             f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(sizes)}. "
             "Use one of them, or add the axis to make_mesh."
         )
@@ -336,8 +336,13 @@ def places_of_pieces(sharding: bytes, shape: tuple[int, ...], devices: int) -> l
     xla_client = private("lib.xla_client")
     proto = xla_client.OpSharding()
     proto.ParseFromString(sharding)
+    hlo_sharding = xla_client.HloSharding.from_proto(proto)
+    # jax 0.12 may name the axes of a mesh, and reads places of the older form alone.
+    to_tiles = getattr(xla_client.HloSharding, "v3_to_v2_sharding", None)
+    if to_tiles is not None:
+        hlo_sharding = to_tiles(hlo_sharding)
     indices = private("op_shardings.op_sharding_to_numpy_indices")
-    return list(indices(xla_client.HloSharding.from_proto(proto), shape, devices).flat)
+    return list(indices(hlo_sharding, shape, devices).flat)
 
 
 def hlo_dimensions(kind: str, attribute: Any) -> Any:

@@ -203,8 +203,8 @@ def _describe_spec(x: Any) -> str:
     sizes = _bound_sizes(x)
     if sizes:
         # jax tracks no types under vmap: a value may vary over its axis.
-        untracked = sizes.keys() - tracked_axes()
-        axes = [axis for axis in sizes if axis in untracked | varying_axes(x)]
+        may_vary = (sizes.keys() - tracked_axes()) | varying_axes(x)
+        axes = [axis for axis in sizes if axis in may_vary]
         return f"varies over {quoted(axes)}" if axes else "the same on all"
     if isinstance(x, jax.core.Tracer):
         return "traced"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
-from typing import Any
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -97,8 +97,16 @@ def example_keys(key: Key, n: int) -> jax.Array:
     return fold_keys(key, jnp.arange(n, dtype=jnp.uint32))
 
 
+@overload
+def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array: ...
+
+
+@overload
+def fold_keys(keys: None, data: jax.Array | int) -> None: ...
+
+
 @typed
-def fold_keys(keys: Key | None, data: jax.Array | int) -> Any:
+def fold_keys(keys: Key | None, data: jax.Array | int) -> jax.Array | None:
     """Elementwise `fold_in`: `fold_keys(keys_b, layer)` gives each example a different key in each layer.
 
     `fold_keys(keys_b[:, None], positions_t[None, :])` gives each token of each example a different key, in the same way

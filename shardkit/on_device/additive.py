@@ -186,15 +186,21 @@ class _LossReader:
             self._note_sends(equation, pair.line)
             states_by_variable.update(zip(equation.outvars, results, strict=True))
 
-    def _note_sends(self, equation: Any, line: str) -> None:
-        """Notes where an equation, or a program that it calls, sends over the batch axes, or asks for the index."""
+    def _note_send(self, equation: Any, line: str) -> bool:
+        """Notes an equation by which the loss sends over the batch axes, or asks for the index; whether it is one."""
         axes = self.batch_axes & frozenset(mesh_axes(equation))
         is_collective = kind_of(equation) is not None
         is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
-        if axes and (is_of_the_loss or equation.primitive.name == "axis_index"):
-            self.sends.update(axes)
-            lines = self.lines if is_collective else self.index_lines
-            lines.append(line)
+        if not axes or not (is_of_the_loss or equation.primitive.name == "axis_index"):
+            return False
+        self.sends.update(axes)
+        lines = self.lines if is_collective else self.index_lines
+        lines.append(line)
+        return True
+
+    def _note_sends(self, equation: Any, line: str) -> None:
+        """Notes where an equation, or a program that it calls, sends over the batch axes, or asks for the index."""
+        self._note_send(equation, line)
         for _, body in compat.inner_jaxprs(equation):
             for inner in body.eqns:
                 self._note_sends(inner, _line_of(inner, line))
@@ -217,16 +223,12 @@ class _LossReader:
             return self._cond(pair, operands)
         if registered(name).same and len(operands) == len(equation.outvars):
             return operands
-        is_collective = kind_of(equation) is not None
-        axes = self.batch_axes & frozenset(mesh_axes(equation))
-        is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
-        if axes and (is_of_the_loss or name == "axis_index"):
-            self._note_sends(equation, pair.line)
+        if self._note_send(equation, pair.line):
             # The result is taken for Whole, also where devices differ, as after a ppermute: whether the loss is right
             # to send it is not decided here. Such a loss is compared with one device (steps/whole_batch.py).
             return [any_whole(variable) for variable in equation.outvars]
         met = _first_met(operands)
-        if is_collective and met is None:
+        if kind_of(equation) is not None and met is None:
             results = []
             for state, variable in zip(operands, equation.outvars, strict=False):
                 results.append(send_along(pair, state, variable))
@@ -252,11 +254,12 @@ class _LossReader:
     def _cond(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         predicate, *arguments = operands
         count = len(pair.many.outvars)
-        if is_turn(predicate):
-            return [of_one_example(pair, operands)] * count
-        if isinstance(predicate, Met):
-            return [predicate] * count
         if not isinstance(predicate, Whole):
+            self._note_sends(pair.many, pair.line)  # its branches are not read
+            if is_turn(predicate):
+                return [of_one_example(pair, operands)] * count
+            if isinstance(predicate, Met):
+                return [predicate] * count
             return [pair.met("a branch is chosen by the examples")] * count
         results = self._run_inner(pair, arguments)
         for number in range(1, len(compat.inner_jaxprs(pair.many))):
@@ -266,6 +269,7 @@ class _LossReader:
 
     def _while(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         outs = pair.many.outvars
+        self._note_sends(pair.many, pair.line)  # its body is not read
         if any(map(is_turn, operands)):
             return [of_one_example(pair, operands)] * len(outs)
         if not are_all(operands, Whole):
@@ -285,7 +289,7 @@ class _LossReader:
 
         def turn(carry: list[State]) -> list[State]:
             results = self._run_inner(pair, [*constants, *carry, *slices])
-            return _join_all(pair, carry, results)  # the results after the carry are stacked
+            return _join_all(pair, carry, results[: len(carry)])  # the results after the carry are stacked
 
         settled_carry = find_fixed_point(carry, turn)
         if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
@@ -333,7 +337,7 @@ def _read_all(atoms_few: Sequence[Any], atoms_many: Sequence[Any], states_by_var
 def _join_all(pair: Pair, states: Sequence[State], branch_states: Sequence[State]) -> list[State]:
     """What each value is if it may be either: of two branches, or of a loop before and after an iteration."""
     joined = []
-    for state, branch_state in zip(states, branch_states, strict=False):
+    for state, branch_state in zip(states, branch_states, strict=True):
         joined.append(join(pair, state, branch_state))
     return joined
 

@@ -218,10 +218,7 @@ def find_first_cut(layout: LeafLayout) -> int:
     # and the residual has none.
     while True:
         dims = {cut.dim for cut in cuts[first:]} & padded_dims.keys()
-        moved_to = first
-        for number in reversed(range(first)):
-            if cuts[number].dim in dims:
-                moved_to = number
-        if moved_to == first:
+        earlier = [number for number in range(first) if cuts[number].dim in dims]
+        if not earlier:
             return first
-        first = moved_to
+        first = earlier[0]

@@ -74,10 +74,8 @@ def _read_whole(pair: Pair, operand: Whole, indices: State) -> State:
     example_dim = getattr(indices, "dim", None)
     # Under vmap over table[n, V] and labels[n], example i reads table[i, labels[i]]. If the rows of the table differ,
     # what an example reads depends on its place in the batch.
-    differs_by_place = False
-    for dim, index_dim in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
-        if index_dim == example_dim and dim in operand.differs:
-            differs_by_place = True
+    shared_dims = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
+    differs_by_place = any(index_dim == example_dim and dim in operand.differs for dim, index_dim in shared_dims)
     if not isinstance(indices, Rows) or operand.scale == UNKNOWN or differs_by_place:
         return pair.met("gather reads at the place of an example in the batch")
     return Rows(_result_dim(pair, indices.dim), indices.copies, operand.scale)

@@ -75,7 +75,7 @@ def _sum_together(means: Sequence[Mean], axes: tuple[str, ...]) -> list[Mean]:
         values = restore(flat)
     totals = values[::2]
     weights = values[1::2]
-    return list(map(Mean, totals, weights))
+    return [Mean(total, weight) for total, weight in zip(totals, weights, strict=True)]
 
 
 def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str], stage_axes: Collection[str]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.dim_rules import is_function
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import collect_arrays, padded_shape
+from shardkit.plans.storage import collect_arrays, pad_to, padded_shape
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -386,7 +386,7 @@ class _Group(NamedTuple):
         first = self.members[0]
         x = _cut(x, (x.shape[0], *(first.shape[dim] for dim in first.dims.matrix)))
         x = _iterate(x, len(first.dims.rows), iterations)
-        x = _pad_to(x, shape_of_shards)
+        x = pad_to(x, shape_of_shards)
         x = self._send_back(x)
 
         ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]
@@ -447,15 +447,8 @@ def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Arr
 
 def _pad(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """With zeros where a dim does not divide: rows and columns of zeros change nothing in the others."""
-    return _pad_to(x, padded_shape(x.shape, spec, mesh))
-
-
-def _pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """With zeros at the end of each dim."""
-    widths = []
-    for size, padded_size in zip(x.shape, shape, strict=True):
-        widths.append((0, padded_size - size))
-    return jnp.pad(x, widths)
+    padded: jax.Array = pad_to(x, padded_shape(x.shape, spec, mesh))
+    return padded
 
 
 def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -62,10 +62,7 @@ def _reasons(leaf: LeafRow, stored: tuple[int, ...], update: PartitionSpec, mesh
     """What each strategy does with a leaf, the partitioner's splits, and the algorithms of sums, in words."""
     padded = padded_shape(stored, update, mesh)
     paddings = {dim: f", padded from {size} to {padded[dim]}" for dim, size in leaf.layout.padded}
-    staged = False  # whether a pipeline's stages split the leaf
-    for strategy, split in leaf.decisions:
-        if strategy.stages is not None and isinstance(split, Split):
-            staged = True
+    staged = any(strategy.stages is not None and isinstance(split, Split) for strategy, split in leaf.decisions)
     reasons = []
     for strategy, split in leaf.decisions:
         if isinstance(split, str):

@@ -254,14 +254,12 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
 
 def _add_cut(cuts: list[Cut], cut: Cut) -> None:
     """Appends a cut, or adds its axes to the last cut of its dim if the two cuts differ only in their axes."""
-    for number in reversed(range(len(cuts))):
-        last = cuts[number]
-        if last.dim != cut.dim:
-            continue
+    same_dim = [number for number, earlier in enumerate(cuts) if earlier.dim == cut.dim]
+    if same_dim:
+        last = cuts[same_dim[-1]]
         if last._replace(axes=cut.axes) == cut:
-            cuts[number] = last._replace(axes=last.axes + cut.axes)
+            cuts[same_dim[-1]] = last._replace(axes=last.axes + cut.axes)
             return
-        break
     cuts.append(cut)
 
 

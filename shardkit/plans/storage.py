@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -172,6 +172,14 @@ def _restore_array(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -
     return _rows(array, tuple(inverse.tolist()), zeros > 0)
 
 
+def pad_to(x: Any, shape: Sequence[int]) -> Any:
+    """An array with zeros at the end of each dim, up to a shape."""
+    widths = []
+    for size, padded_size in zip(x.shape, shape, strict=True):
+        widths.append((0, padded_size - size))
+    return jnp.pad(x, widths)
+
+
 def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
     """The inverse of `restore_leaves`: the leaves as they are stored; `storage` has a Storage for each."""
 
@@ -180,11 +188,7 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
             x = _rows(x, form.rows, -1 in form.rows)
         sizes = padding(x.shape, form.spec, mesh)
         if sizes:
-            shape = padded_shape(x.shape, form.spec, mesh)
-            widths = []
-            for size, padded_size in zip(x.shape, shape, strict=True):
-                widths.append((0, padded_size - size))
-            x = jnp.pad(x, widths)
+            x = pad_to(x, padded_shape(x.shape, form.spec, mesh))
         return wrap_stored(x, sizes, form.rows)
 
     return jax.tree.map(pad, storage, tree)

@@ -335,11 +335,7 @@ def _check_microbatches(x: Any, microbatches: int) -> None:
         shape = jnp.shape(leaf)  # a leaf may be a Python number, which has no examples
         example_counts.add(shape[0] if shape else 0)
     sizes = sorted(example_counts)
-    divides = microbatches >= 1
-    for size in sizes:
-        if divides and (not size or size % microbatches):
-            divides = False
-    if not divides:
+    if microbatches < 1 or any(not size or size % microbatches for size in sizes):
         raise ValueError(
             f"scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes {sizes} "
             f"and microbatches={microbatches}. Choose a divisor of the examples on a device, and let layer_fn "

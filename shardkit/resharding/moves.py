@@ -20,9 +20,9 @@ from shardkit.collectives import all_gather, all_to_all, vary
 from shardkit.collectives.permute import permute
 from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
 from shardkit.on_device.cuts import take_part
-from shardkit.plans.storage import Storage, is_padded, padded_shape, stored_array, stored_shape
+from shardkit.plans.storage import Storage, is_padded, pad_to, padded_shape, stored_array, stored_shape
 from shardkit.resharding.redistribution import MoveStep, Redistribution, find_permutation, find_redistribution
-from shardkit.resharding.views import Axes, DimAxes, divide_shape, joint_index
+from shardkit.resharding.views import DimAxes, count_parts, divide_shape, divides, joint_index
 
 
 class Leg(NamedTuple):
@@ -167,7 +167,7 @@ def _find_legs(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any
     target = _split_of(after.spec, len(original))
     apart = []
     for dim in range(len(original)):
-        both_split = _count_parts(source[dim], mesh) > 1 and _count_parts(target[dim], mesh) > 1
+        both_split = count_parts(source[dim], mesh.shape) > 1 and count_parts(target[dim], mesh.shape) > 1
         if both_split and before.shape[dim] != after.shape[dim]:
             apart.append(dim)
     if not apart:
@@ -201,15 +201,8 @@ def _forms_between(original: tuple[int, ...], before: _Form, apart: Sequence[int
         for dim, destination in zip(apart, choice, strict=True):
             if destination is not None:
                 split[destination] = (*split[destination], *source[dim])
-        if _divides(shape, split, mesh):
+        if divides(shape, split, mesh.shape):
             yield _Form(canonical(PartitionSpec(*split)), tuple(shape))
-
-
-def _divides(shape: Sequence[int], split: Sequence[tuple[str, ...]], mesh: Any) -> bool:
-    for size, axes in zip(shape, split, strict=True):
-        if size % _count_parts(axes, mesh):
-            return False
-    return True
 
 
 def _elements_sent(legs: Sequence[Leg]) -> int:
@@ -248,12 +241,8 @@ def _find_range(dim: int, form: _Form, size: int, device: Mapping[str, int], mes
     """The part of a dim, without padding, that a device holds."""
     axes = _split_of(form.spec, dim + 1)[dim]
     index = joint_index(axes, device, mesh.shape)
-    length = form.shape[dim] // _count_parts(axes, mesh)
+    length = form.shape[dim] // count_parts(axes, mesh.shape)
     return min(size, index * length), min(size, (index + 1) * length)
-
-
-def _count_parts(axes: Axes, mesh: Any) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _split_of(spec: PartitionSpec, ndim: int) -> DimAxes:
@@ -273,11 +262,7 @@ def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
     # Padding is added and cut on the device. A dim whose padding changes is whole before this leg or after it, so that
     # the zeros are at the end of one device's array. If both layouts split the dim, zeros would be in the middle.
     def run_leg(x: jax.Array) -> jax.Array:
-        padded = local_shape(leg.shape, leg.source, mesh)
-        widths = []
-        for padded_size, size in zip(padded, x.shape, strict=True):
-            widths.append((0, padded_size - size))
-        x = jnp.pad(x, widths)
+        x = pad_to(x, local_shape(leg.shape, leg.source, mesh))
         x = run_steps(x, leg.route, varying_axes, piece)
         x = x.reshape(local_shape(leg.shape, leg.target, mesh))
         unpadded = local_shape(leg.stored, leg.target, mesh)

@@ -45,6 +45,7 @@ from shardkit.resharding.views import (
     count_elements,
     count_parts,
     divide_shape,
+    divides,
     joint_index,
     make_view,
     refine_axes,
@@ -268,11 +269,7 @@ def _find_exchanges(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mappin
     for after in _exchange_layouts(split, target):
         step = MoveStep("all_to_all", split, after, 0)
         added_axes = step.added_axes()
-        divides = True
-        for size, axes in zip(local, added_axes, strict=True):
-            if size % count_parts(axes, sizes):
-                divides = False
-        if divides:
+        if divides(local, added_axes, sizes):
             # Worked example: 8x4 over "x" of 4 devices, rows to columns. A device has 2x4 = 8 elements, in 4 pieces of
             # 2x1; it keeps one piece, and sends the other three: 6 elements.
             pieces = count_parts(_used_axes(added_axes), sizes)

@@ -48,6 +48,14 @@ def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def divides(shape: Sequence[int], split: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> bool:
+    """Whether each dim divides into the parts of its axes."""
+    for size, axes in zip(shape, split, strict=True):
+        if size % count_parts(axes, sizes):
+            return False
+    return True
+
+
 def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
     """The shape of a shard."""
     local_sizes = []

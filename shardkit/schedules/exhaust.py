@@ -132,12 +132,7 @@ class Exhaustion:
                     times.append(self._ended[Action(stage, op, i)])
         tried = self._tried.setdefault(tuple(self._next.values()), [])
         for earlier_times in tried:
-            is_as_early = True
-            for earlier, time in zip(earlier_times, times, strict=True):
-                if earlier > time + SLACK:
-                    is_as_early = False
-                    break
-            if is_as_early:
+            if all(earlier <= time + SLACK for earlier, time in zip(earlier_times, times, strict=True)):
                 return True
         tried.append(times)
         return False

@@ -308,10 +308,11 @@ def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]
             gaps += [step] * (p - 1)
             gaps.append(turn)
         begins = dict(zip(passes, accumulate(gaps), strict=False))
-        fits = True
+        # Each device adds its own to `begins`, until one of them does not fit.
         for d in range(p):
-            fits = fits and _add_weight_gradients(begins, (2 * p - 1 - d, d), places)
-        if fits:
+            if not _add_weight_gradients(begins, (2 * p - 1 - d, d), places):
+                break
+        else:
             yield _repeat(begins, m)
 
 

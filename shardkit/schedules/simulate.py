@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import sub
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -121,7 +120,7 @@ def _subtract(
     passed_backward: StageCost,
 ) -> tuple[float, ...]:
     """The cost of one part of a backward pass: the whole minus the other part."""
-    costs = tuple(map(sub, backward, part))
+    costs = tuple(cost - part_cost for cost, part_cost in zip(backward, part, strict=True))
     if min(costs) < 0:
         raise ValueError(
             f"{where}: {part_name} must be at most backward; got {passed_part} of {passed_backward}. Pass {name} too."

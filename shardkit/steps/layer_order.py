@@ -160,18 +160,10 @@ def _transpose(value: _Knowledge, order: Sequence[int]) -> _Knowledge:
 
 
 def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
-    layers = None
-    alike = set()
-    place = 0  # of a dim in the result
-    for dim in range(out.aval.ndim + len(dims)):
-        if dim in dims:
-            continue
-        if dim == value.layers:
-            layers = place
-        if dim in value.alike:
-            alike.add(place)
-        place += 1
-    return _Knowledge(layers, frozenset(alike) | _unit_dims(out.aval))
+    remaining = [dim for dim in range(out.aval.ndim + len(dims)) if dim not in dims]
+    layers = remaining.index(value.layers) if value.layers in remaining else None
+    alike = frozenset(place for place, dim in enumerate(remaining) if dim in value.alike)
+    return _Knowledge(layers, alike | _unit_dims(out.aval))
 
 
 def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.dependence import Dependence
 from shardkit._jax.interpreter import FactInterpreter
 from shardkit.on_device.advice import Unintended
 from shardkit.on_device.batch import device_keys
@@ -218,25 +218,58 @@ def draws_by_device(jaxpr: Any) -> bool:
     which one device alone computes too.
     """
     reader = _DrawsReader()
-    reader.run(jaxpr, [False] * len(jaxpr.invars))
+    reader.run(jaxpr, [_Source.ARGUMENTS] * len(jaxpr.invars))
     return reader.draws
 
 
-class _DrawsReader(Dependence):
+class _Source(IntEnum):
+    """What a value follows from."""
+
+    ARGUMENTS = 0
+    DEVICE = 1  # the index of a device
+    PLACES = 2  # the index of a device, and another one for each token: the place of the token among all
+
+
+class _DrawsReader(FactInterpreter[_Source]):
     """Follows what depends on the index of a device; `draws` says whether random numbers do."""
 
     draws = False
 
-    def step(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
-        """Equations without marked operands are read too: the index of a device has none, nor has a loop around it."""
-        return FactInterpreter.step(self, equation, operands)
+    def constant(self, x: Any) -> _Source:
+        """Closed-over arrays depend on no device."""
+        return _Source.ARGUMENTS
 
-    def equation(self, equation: Any, operands: list[bool]) -> Sequence[bool]:
+    def literal(self, atom: Any) -> _Source:
+        """Nor do literals."""
+        return _Source.ARGUMENTS
+
+    def join(self, facts: Sequence[_Source], variable: Any) -> _Source:
+        """What may depend on a device does."""
+        return max(facts)
+
+    def equation(self, equation: Any, operands: list[_Source]) -> Sequence[_Source]:
         """The results follow from all operands; the index of a device from the device."""
         name = equation.primitive.name
-        depends = any(operands) or name == "axis_index"
-        if name == _FOLD and equation.invars[1].aval.ndim:  # keys, and the numbers that are folded into them
-            depends = operands[0]
-        if name in _DRAWS and any(operands):
+        source = max(operands, default=_Source.ARGUMENTS)
+        if name == "axis_index":
+            source = _Source.DEVICE
+        elif source == _Source.DEVICE and self._adds_places(equation, operands):
+            source = _Source.PLACES
+        elif name == _FOLD and operands[1] == _Source.PLACES:  # keys, and the numbers that are folded into them
+            source = operands[0]
+        if name in _DRAWS and source != _Source.ARGUMENTS:
             self.draws = True
-        return [depends] * len(equation.outvars)
+        return [source] * len(equation.outvars)
+
+    def _adds_places(self, equation: Any, operands: Sequence[_Source]) -> bool:
+        """Whether integers of a device meet others, one for each token, as `device * 8` meets `arange(8)`."""
+        if not equation.outvars or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
+            return False
+        for variable, source in zip(equation.invars, operands, strict=True):
+            if source == _Source.ARGUMENTS and variable.aval.size > 1:
+                return True
+        return False
+
+    def shard_map(self, equation: Any, body: Any, operands: list[_Source]) -> Sequence[_Source]:
+        """As a call."""
+        return self.run(body, operands)

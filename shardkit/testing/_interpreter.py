@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +155,7 @@ def restrict_to_floats(original: ArrayFunction, primals: Any) -> Callable[[list[
 
 def _select(values: Any, mask: Sequence[bool]) -> list[Any]:
     """The values where the mask is True."""
-    return list(itertools.compress(values, mask))
+    return [x for x, selected in zip(values, mask, strict=True) if selected]
 
 
 def _replace_floats(values: Any, floats: Any, mask: Sequence[bool] | None = None) -> list[Any]:
@@ -206,10 +205,7 @@ class _Emulator(JaxprInterpreter[Any]):
             return operands
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)
-        needs_shard_map = False
-        for _, jaxpr in compat.inner_jaxprs(equation):
-            needs_shard_map = needs_shard_map or _needs_shard_map(jaxpr)
-        if not needs_shard_map:
+        if not any(_needs_shard_map(jaxpr) for _, jaxpr in compat.inner_jaxprs(equation)):
             return _bind_without_mesh(equation, operands)
         if name == compat.SOLVE:
             (solve,) = compat.inner_programs(equation)

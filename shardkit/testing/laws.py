@@ -381,10 +381,6 @@ def _ignores_scale(actual: Any, expected: Any) -> bool:
     for (_, x), (_, y) in zip(list_leaves(actual), list_leaves(expected), strict=True):
         factors.append(constant_factor(x, y))
     for scale in (SCALE, 1 / SCALE):
-        ignored = True
-        for factor in factors:
-            if not factor or not math.isclose(factor, scale, rel_tol=0.01):
-                ignored = False
-        if ignored:
+        if all(factor and math.isclose(factor, scale, rel_tol=0.01) for factor in factors):
             return True
     return False

@@ -140,7 +140,8 @@ def one_device(
     try:
         exact_run = _run(training, relative, sign=0)
     except (UnboundAxisError, NameError) as error:
-        if getattr(error, "name", None):  # Python's own, of a variable; jax raises it for an axis too, without a name
+        # Python raises it of a variable, with its name; jax of an axis, without one.
+        if isinstance(error, UnboundLocalError) or getattr(error, "name", None):
             raise
         raise ValueError(
             f"one_device: the loss must run on one device, where no axis is bound; {error} Pass a gradient function of "

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import cost
-from support.refusals import value_error
+from shardkit._jax.compat import UnboundAxisError
+from support.refusals import unbound_axis
 
 N, B = 4, 6 * 8 * 4  # devices along the axis, bytes of the float32 block [6, 8] on each
 BLOCK = jax.ShapeDtypeStruct((2 * 6, N * 8), np.float32)
@@ -154,7 +155,7 @@ def refused(call):
 @pytest.mark.parametrize("name", CALLS)
 def test_errors_of_the_axis(name):
     call = CALLS[name]
-    assert refused(lambda x: call(x, "stage")) == (ValueError, f"{name}: axis 'stage' {UNBOUND}")
+    assert refused(lambda x: call(x, "stage")) == (UnboundAxisError, f"{name}: axis 'stage' {UNBOUND}")
     assert refused(lambda x: call(x, ("data", "model", "data"))) == (
         ValueError,
         f"{name}: axis 'data' is used twice in ('data', 'model', 'data'). Name each axis once.",
@@ -164,7 +165,7 @@ def test_errors_of_the_axis(name):
         f"{name}: {'axes' if name == 'vary' else 'axis'} must be a mesh axis name or a tuple of "
         f"names{' or ()' * (name == 'vary')}; got 3. Pass for example axis='data' or axis=('data', 'model').",
     )
-    with value_error(
+    with unbound_axis(
         f"{name}: axis 'data' is not bound here, because no shard_map surrounds this call. "
         "Call it inside jax.shard_map over a mesh with that axis."
     ):

@@ -15,7 +15,7 @@ import shardkit as sk
 from shardkit import collectives
 from shardkit.analysis import census
 from shardkit.collectives import all_gather_uneven, all_reduce_tree, compressed, reduce_scatter_uneven
-from support.refusals import refusals, value_error
+from support.refusals import refusals, unbound_axis
 
 ROWS, COLUMNS = 6, 5
 B = ROWS * COLUMNS * 4  # bytes of the float32 block on each device
@@ -262,7 +262,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_errors_of_axis_and_dim(name):
     kernel = KERNELS[name]
-    with value_error(
+    with unbound_axis(
         f"{name}: axis 'a' is not bound here, because no shard_map surrounds this call. "
         "Call it inside jax.shard_map over a mesh with that axis."
     ):

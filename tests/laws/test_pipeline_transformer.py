@@ -18,7 +18,7 @@ from support import conformance
 from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows, one_form
 from support.layouts import mesh_of
 from support.pipelines import EVERY_SCHEDULE, pipelined_grad, pipelined_loss
-from support.refusals import refused, value_error
+from support.refusals import refused, unbound_axis
 from support.training import KEY, check
 
 pytestmark = pytest.mark.optimized
@@ -143,7 +143,7 @@ def test_a_routers_losses_leave_the_axis_of_the_pipeline_out():
     )
     for got, *each in zip(jax.jit(ours)(logits), *map(jax.jit(losses), logits), strict=True):
         np.testing.assert_allclose(got, np.concatenate(each), rtol=1e-6)
-    with value_error(
+    with unbound_axis(
         "routing_stats: axis 'stage' is not bound here, because no shard_map surrounds this call. Call it inside "
         "jax.shard_map over a mesh with that axis."
     ):

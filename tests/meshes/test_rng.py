@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from support.commands import deep
-from support.refusals import raises, refusals, value_error
+from support.refusals import raises, refusals, unbound_axis, value_error
 
 KINDS = {"raw": jax.random.PRNGKey, "typed": jax.random.key}
 # fold_in(PRNGKey(0), i) for i = 0..3, as measured under both jax versions
@@ -236,8 +236,6 @@ ERRORS = {
     "dropout: rate must be at least 0 and below 1; got 1.0. Pass for example rate=0.1.": lambda: sk.dropout(
         jnp.ones((2, 3)), None, 1.0
     ),
-    "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. "
-    "Call it inside jax.shard_map over a mesh with that axis.": lambda: sk.fold_axis(jax.random.key(0), "data"),
 }
 INTEGERS = "dropout: x_b must be floating-point; got int32. Apply dropout after the embedding."
 TYPES = {INTEGERS: lambda: sk.dropout(jnp.ones((2, 3), jnp.int32), None, 0.5)}
@@ -247,6 +245,14 @@ TYPES = {INTEGERS: lambda: sk.dropout(jnp.ones((2, 3), jnp.int32), None, 0.5)}
 def test_errors(kind, call, message):
     with raises(kind, message):
         call()
+
+
+def test_an_axis_that_is_not_bound_is_refused():
+    with unbound_axis(
+        "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. Call it inside "
+        "jax.shard_map over a mesh with that axis."
+    ):
+        sk.fold_axis(jax.random.key(0), "data")
 
 
 @kinds

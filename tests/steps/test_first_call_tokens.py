@@ -287,13 +287,13 @@ def test_a_loss_that_asks_for_its_place_is_compared_with_one_device():
     assert "the loss, which asks for the index of a device along 'context' here, must be the same" in warned(local)
 
 
-def with_dropout(local, by_device=False):
+def with_dropout(local, by_device=None):
     def loss(params, batch, keys):
         x = embedded(params, batch)
         count = x.shape[1]
         places = sk.layers.positions(count, "context")
-        if by_device:
-            keys = jax.vmap(lambda key: sk.fold_axis(key, "context"))(keys)
+        if by_device is not None:
+            keys = by_device(keys)
         x = sk.dropout(x, sk.fold_keys(keys[:, None], places[None]), 0.5)
         if local:
             x = attended(x, is_earlier(count))
@@ -303,11 +303,30 @@ def with_dropout(local, by_device=False):
 
 
 # What alone finds a loss that draws by the place of its tokens, and attends to a device's own: one device draws alike.
-# Keys that `fold_axis` makes are others on each mesh, as it says.
+# Keys that a device's index makes are others on each mesh, as `fold_axis` says.
 def test_a_loss_that_draws_by_its_places_is_compared_with_one_device():
     without_a_word(*stepped(with_dropout(local=False)))
     assert "asks for the index of a device along 'context' here, must be the same" in warned(with_dropout(local=True))
-    without_a_word(*stepped(with_dropout(local=False, by_device=True)))
+    by_axis = with_dropout(local=False, by_device=jax.vmap(lambda key: sk.fold_axis(key, "context")))
+    by_index = with_dropout(local=False, by_device=lambda keys: sk.fold_keys(keys, sk.axis_index("context")))
+    for loss in (by_axis, by_index):
+        without_a_word(*stepped(loss))
+
+
+# What alone finds that what a `while` sends is seen: it is compared, and not refused.
+def test_a_loop_that_sends_until_it_is_done_is_compared_with_one_device():
+    def loss(params, batch, keys):
+        x = embedded(params, batch)
+
+        def halve(state):
+            size, mean = state
+            return size / 2, sk.shift(mean, "context")  # that of another device, which one device does not have
+
+        mean = sk.vary(jnp.mean(jax.lax.stop_gradient(x), 1), "context")
+        _, mean = jax.lax.while_loop(lambda state: state[0] > 1, halve, (jnp.float32(3), mean))
+        return sk.Mean.of(errors(params, jnp.tanh(x + mean[:, None]), batch["targets"]))
+
+    assert "the loss, which sends over 'context' here, must be the same" in warned(loss)
 
 
 # What alone finds a right loss that is refused because a loop in Python has more rounds for more tokens.

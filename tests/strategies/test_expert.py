@@ -18,7 +18,7 @@ import shardkit as sk
 from shardkit import collectives, cost
 from shardkit.collectives import ragged
 from shardkit.layers.routing import RoutingStats, balance_bias, ranks
-from support.refusals import raises, refusals
+from support.refusals import raises, refusals, unbound_axis
 from support.tiers import DEEP
 
 B, T, D, F = 8, 6, 5, 7
@@ -587,8 +587,6 @@ BAD = {
     "7, 5) over 4 devices. Choose another number of experts or a smaller axis.": lambda *_: sk.ep("expert").layouts(
         {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}}, expert_mesh(4)
     ),
-    "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
-    "Call it inside jax.shard_map over a mesh with that axis.": lambda *args: sk.layers.moe(*args, swiglu, "expert"),
 }
 
 
@@ -597,3 +595,11 @@ BAD = {
 def test_errors_name_rule_values_and_remedy(kind, call, message):
     with raises(kind, message):
         call(*values(6))
+
+
+def test_an_axis_that_is_not_bound_is_refused():
+    with unbound_axis(
+        "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. Call it inside jax.shard_map "
+        "over a mesh with that axis."
+    ):
+        sk.layers.moe(*values(6), swiglu, "expert")

@@ -1,4 +1,4 @@
-"""What must be refused in just these words, and with an error of this kind."""
+"""What must be refused in just these words, and with an error of just this kind."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from shardkit._jax.compat import UnboundAxisError
+
 
 @contextmanager
 def raises(kind: type[Exception], message: str) -> Iterator[None]:
     """What is done within raises an error of this kind, with just this message."""
     with pytest.raises(kind) as error:
         yield
-    assert str(error.value) == message
+    assert (type(error.value), str(error.value)) == (kind, message)
 
 
 def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
@@ -25,6 +27,11 @@ def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
 def value_error(message: str):
     """The same of a ValueError."""
     return raises(ValueError, message)
+
+
+def unbound_axis(message: str):
+    """The same of a collective over an axis that nothing binds."""
+    return raises(UnboundAxisError, message)
 
 
 def type_error(message: str):

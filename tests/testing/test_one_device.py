@@ -122,6 +122,24 @@ def test_a_reference_that_sends_is_told_so(send):
         one_device(grad_fn, optax.sgd(0.1), np.float32(1), [np.ones(4, "f")])
 
 
+def test_a_reference_that_sends_under_vmap_is_told_so():
+    def loss(w, x, keys):
+        return sk.Mean.of(jax.vmap(lambda row: w * sk.all_reduce(row, "data"), axis_name="i")(x))
+
+    with pytest.raises(ValueError, match="one_device: the loss must run on one device, where no axis is bound"):
+        one_device(sk.value_and_grad(loss), optax.sgd(0.1), np.float32(1), [np.ones(4, "f")])
+
+
+def test_a_variable_without_a_value_is_told_by_python():
+    def loss(w, x, keys):
+        if len(x) > 100:
+            y = w
+        return sk.Mean.of(y * x)
+
+    with pytest.raises(UnboundLocalError, match="'y'"):
+        one_device(sk.value_and_grad(loss), optax.sgd(0.1), np.float32(1), [np.ones(4, "f")])
+
+
 def test_a_name_that_is_missing_is_told_by_python():
     grad_fn = sk.value_and_grad(lambda w, x, keys: w * of_no_module)  # noqa: F821
     with pytest.raises(NameError, match="of_no_module"):

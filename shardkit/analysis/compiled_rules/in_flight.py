@@ -13,6 +13,7 @@ raised (seen with RCCL, ROCm/rccl#2191; openxla/xla#47467). Equal groups share o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def in_flight(program: CompiledProgram) -> Iterator[Finding]:
         for collective in unended:
             yield Finding(
                 _RULE,
-                f"{_describe(program, collective)} starts and never ends.",
+                f"{_describe(program, collective)} starts, and has no end in its computation.",
                 _place(program, collective),
                 "Compile with another version of the compiler: the schedule is wrong.",
             )
@@ -69,7 +70,7 @@ def _compare(program: CompiledProgram, first: FoundCollective, second: FoundColl
         f"{_describe(program, first)} at {_place(program, first) or 'an unknown line'} and "
         f"{_describe(program, second)} are in flight together"
     )
-    shared = _count_shared(_list_groups(first), _list_groups(second))
+    shared = _count_shared(_list_groups(program, first), _list_groups(program, second))
     channel = second.instruction.channel
     if shared >= _SHARED:
         yield Finding(
@@ -93,8 +94,10 @@ def _is_synchronous(collective: FoundCollective) -> bool:
     return bool(collective.carrier.config.get("collective_backend_config", {}).get("is_sync"))
 
 
-def _list_groups(collective: FoundCollective) -> Groups:
+def _list_groups(program: CompiledProgram, collective: FoundCollective) -> Groups:
     """The groups of devices that share a communicator; of a permute, all devices that its pairs connect."""
+    if not collective.groups:  # one of all devices
+        return (tuple(range(math.prod(program.mesh.values()))),)
     if collective.kind != "ppermute":
         return collective.groups
     groups: list[set[int]] = []

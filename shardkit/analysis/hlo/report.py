@@ -16,7 +16,7 @@ from shardkit.analysis.hlo.compute import NO_WORK, Work, clock_of
 from shardkit.analysis.hlo.differences import account, describe_differences, group_alike
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
-from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of, sum_bytes
 from shardkit.meshes.layout import table
 
 # A compiler refuses a program in one of two forms, as "(21.50G) exceeds available memory (15.75G)" and
@@ -107,9 +107,9 @@ class Report:
         """Compiled collectives per call."""
         return sum(row.times for row in self.select(axis=axis, kind=kind))
 
-    def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
-        """Bytes sent per device and call."""
-        return sum((row.total for row in self.select(axis=axis, kind=kind)), Fraction(0))
+    def sent(self, *, axis: str | None = None, kind: str | None = None) -> int | Fraction:
+        """Bytes sent per device and call; a Fraction only if they are no whole number."""
+        return sum_bytes(row.total for row in self.select(axis=axis, kind=kind))
 
     def differences(self) -> list[str]:
         """What the compiler added, merged, dropped or changed in the program as written, one line each."""

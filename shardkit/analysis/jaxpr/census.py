@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -95,12 +95,7 @@ class Census:
 
         A Fraction only if it is no whole number, as two thirds of 1,000 bytes.
         """
-        total = Fraction(0)
-        for row in self.select(axis=axis, kind=kind):
-            total += row.total
-        if total.denominator == 1:
-            return int(total)
-        return total
+        return sum_bytes(row.total for row in self.select(axis=axis, kind=kind))
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
         """Collectives in one call; a `while` counts once."""
@@ -451,6 +446,12 @@ def size_of(variable: Any) -> int:
     else:
         bits = int(dtype.itemsize) * 8
     return (math.prod(variable.aval.shape) * bits + 7) // 8
+
+
+def sum_bytes(sizes: Iterable[Fraction]) -> int | Fraction:
+    """Bytes in all; a Fraction only if they are no whole number."""
+    total = sum(sizes, Fraction(0))
+    return int(total) if total.denominator == 1 else total
 
 
 def _bytes(size: int | Fraction) -> str:

@@ -50,9 +50,7 @@ class _Line(NamedTuple):
 def other_process(program: TracedProgram) -> Iterator[Finding]:
     """Programs that another process would trace differently."""
     # pmap asks for the devices of its process as it traces.
-    has_pmap = False
-    for site in walk(program.step.jaxpr):
-        has_pmap = has_pmap or compat.is_made_by_pmap(site.equation)
+    has_pmap = any(compat.is_made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
     if not has_pmap and not isinstance(program.step.fn, jax.stages.Traced):
         yield from differences_of_processes(program.step)
 

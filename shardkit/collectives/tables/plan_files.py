@@ -297,15 +297,12 @@ class _PlanReader:
         self.sends: list[tuple[Send, int]] = []  # with the version of what was sent
 
     def _read_op(self, plan: Json) -> Op:
-        matching_op = None
-        for op, name in _COLLECTIVES.items():
-            if name == plan["collective"]:
-                matching_op = op
-        if matching_op is None:
+        ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
+        if not ops:
             self._refuse("an allgather, reducescatter or allreduce", f"{plan['collective']!r}")
         if plan["inplace"] is not True or plan["protocol"] != "Simple":
             self._refuse("inplace true and protocol Simple", f"{plan['inplace']!r} and {plan['protocol']!r}")
-        return matching_op
+        return ops[0]
 
     def _read_chunks(self) -> int:
         """The chunks of the whole array, on which all devices must agree."""

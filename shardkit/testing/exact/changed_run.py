@@ -17,9 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from shardkit.testing.exact.forms import digest_value
+from shardkit.testing.exact.forms import sign_value
 from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
@@ -205,20 +203,13 @@ class Previews:
         if self._times[id(call.equation)] != 1:
             return True
         if call.key not in self._signatures:
-            self._signatures[call.key] = {self._sign(call.results[0])}
+            self._signatures[call.key] = {sign_value(self.field, call.results[0])}
         try:
             [value] = change(list(call.operands), list(call.results), self.record.values)
-            signature = self._sign(value)
+            signature = sign_value(self.field, value)
         except _MEANINGLESS:
             return False
         if signature in self._signatures[call.key]:
             return False
         self._signatures[call.key].add(signature)
         return True
-
-    def _sign(self, x: Operand) -> Any:
-        """A signature of a result: equal results have equal ones."""
-        if isinstance(x, Exact):
-            return x.shape, digest_value(self.field, x), x.poison.tobytes()
-        x = np.asarray(x)
-        return x.shape, x.dtype, x.tobytes()

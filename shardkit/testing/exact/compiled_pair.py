@@ -8,19 +8,17 @@ Worked example: `jit(lambda x: x.sum(0))` of x [8, 2] over four devices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from shardkit._jax.dependence import without_unused
 from shardkit.analysis.hlo.report import Built
-from shardkit.testing._compare import UnequalError, is_float
+from shardkit.testing._compare import UnequalError
+from shardkit.testing.exact.arguments import make_input
 from shardkit.testing.exact.draws import Effort, equal
-from shardkit.testing.exact.equality import make_input
 from shardkit.testing.exact.evidence import Evidence, UnprovableError
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.interpreter import Interpreter, Seen
@@ -115,18 +113,8 @@ class CompiledPair(NamedTuple):
             return Interpreter(field, seen=seen).run(self.on_devices, inputs)
 
     def _fill_buffers(self, field: Field) -> list[Operand]:
-        """What memory holds to which nothing was written: unknowns, and any integers and booleans."""
-        contents = []
-        for number, shape in enumerate(self.imported.buffers):
-            x: Any = shape
-            if not is_float(shape):
-                # Of all bits, so that what reads them is unlikely to be right.
-                data = np.random.default_rng(number).bytes(math.prod(shape.shape) * shape.dtype.itemsize)
-                x = np.frombuffer(data, np.uint8 if shape.dtype == bool else shape.dtype).reshape(shape.shape)
-                if shape.dtype == bool:
-                    x = x % 2 == 1
-            contents.append(make_input(field, f"memory {number}", x))
-        return contents
+        """What memory holds to which nothing was written: unknowns. Other dtypes are refused where they are read."""
+        return [make_input(field, f"memory {number}", x) for number, x in enumerate(self.imported.buffers)]
 
     def _run_traced(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
         """The pieces of all devices, cut out of the results of the traced program."""

@@ -34,7 +34,7 @@ from shardkit.testing.exact.program_pair import POINTS, ProgramPair, Side
 _MOST_IN_VAIN = 8
 # In so many orders each comparison of unknown numbers goes both ways for each element.
 _BOTH_WAYS = 4
-# In so many draws a comparison that one side alone makes is turned round, of which one must show it.
+# A comparison that one side alone makes is turned round in up to so many draws, until one shows it.
 _SHOWN = 5
 # For each comparison that one side alone makes, up to so many, there are so many draws more in which elements are put
 # where comparisons change.
@@ -143,7 +143,7 @@ def equal(
         evidence = _run_all(pair, points, effort)
         if pair.needs_laws and not pair.by_laws and evidence.decisions:
             # All runs once more: by these laws it is also told which comparisons both sides make, and which are ties.
-            pair = replace(pair, coverage=Coverage(), draws=0, orders=0, by_laws=True)
+            pair = replace(pair, coverage=Coverage(), draws=0, orders=0, by_laws=True, tied_draws={})
             evidence = _run_all(pair, points, effort)
         return evidence
 
@@ -249,8 +249,8 @@ def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
     if decision is None:
         decision = find_hidden_tie(pair)
         what = (
-            "one side takes equal numbers for the larger, the other for the smaller, and no result of any draw depends "
-            "on it"
+            "one side treats equal numbers as if the first were larger, the other as if it were smaller, and no result "
+            "of any draw depends on it"
         )
     if decision is not None:
         raise UndecidedError(

@@ -57,6 +57,14 @@ def digest_value(field: Field, x: Operand) -> bytes:
     return digest(take_residues(field, x))
 
 
+def sign_value(field: Field, x: Operand) -> Any:
+    """A signature of a value: equal values have equal ones."""
+    if isinstance(x, Exact):
+        return x.shape, digest_value(field, x), x.poison.tobytes()
+    x = np.asarray(x)
+    return x.shape, x.dtype, x.tobytes()
+
+
 def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:
     """The arrays that a value of all devices may be a part of, and how in words: "" but for sums."""
     residues = take_residues(field, x)

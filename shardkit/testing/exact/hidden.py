@@ -4,55 +4,58 @@ Worked example: one side computes `min(where(x > 0.5, a, b), c)`, the other `min
 smaller than a and b in all draws. Both sides agree, whichever way their comparisons go. They do not agree for an x of
 0.55 and a large c. So a comparison that only one side makes is turned round, for all elements at once:
 
-    the results change                    the draws would have shown a wrong branch
-    no number changes                     both branches are equal: the comparison decides nothing
-    numbers change, and arithmetic ends   so it is for all inputs, as of the maximum that softmax subtracts
-      the change before the results
-    numbers change, and only further      the draws say nothing about it: "not decided"
-      choices end the change
+    the results change                     the draws would have shown a wrong branch
+    no number changes                      both branches are equal there: the comparison decides nothing
+    the change ends at a choice, `min`     the choice is turned round too. If the results then depend on the comparison,
+                                           the choice hid it: "not decided"
+
+Nothing hides the maximum that softmax subtracts: whatever is subtracted, the quotient is the same. A choice that
+cannot be turned round, as the largest of a row, counts as one that hides if nothing else ends the change.
 
 Where one side compares `x > y` and the other `x >= y`, each is turned round for equal numbers alone, in the draws that
-have some.
+have some. A rounding, and which element is the largest of a row, are not turned round; nor are single elements of a
+comparison, of which others may be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from shardkit._jax import compat
 from shardkit.testing.exact.coverage import Decision
-from shardkit.testing.exact.forms import digest_value
+from shardkit.testing.exact.forms import sign_value
 from shardkit.testing.exact.interpreter import HangsError
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.program_pair import ProgramPair, Side
-from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE
+from shardkit.testing.exact.record import Event, Record
 from shardkit.testing.exact.rules.operands import Operand
+from shardkit.testing.exact.rules.primitive_rules import ORDERED
 
-# A draw that has no meaning, or none with the comparison turned round.
+# A draw that has no meaning, or none with comparisons turned round.
 _MEANINGLESS = (DiffersError, HangsError, RedrawError, TooDeepError, UnknownValueError, UnsupportedError)
 # What takes one of two numbers, or says which is larger: for other inputs it takes the other one.
-_CHOICES = {
-    *("max", "min", "clamp", "select_n", "reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin"),
-    *("pmax", "pmin", "sort", "top_k", "sign", "abs", "round", "floor", "ceil"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "lt_to", "le_to"),
-}
-# What takes some elements of an array, the same ones for all inputs, and what calls a program of other equations.
-_MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, *compat.CALLS, compat.HIGH_LEVEL, compat.SOLVE} - _CHOICES
-_CONTROL_FLOW = {"shard_map", "scan", "while", "cond"}
+_CHOICES = {*ORDERED, "select_n", "round", "floor", "ceil", "lt_to", "le_to"}
+_MOST_TURNED = 6  # choices that may hide a comparison in a draw
+# By an equation's id and the part of it that compares, whether it is turned round for equal numbers alone.
+Turned = Mapping[tuple[int, str], bool]
 
 
 def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
     """A comparison that only one side makes, and that no result shows in draws of these kinds; None if there is none.
 
-    Cost: two runs of a side for each such comparison and draw, until a result shows it; mostly the first draw does.
+    Cost: a run of a side for each draw, and one for each such comparison and draw until a result shows it: mostly the
+    first draw does. Where none does, two more for each choice that may hide it.
     """
-    for key in pair.coverage.foreign_keys():
-        if _is_hidden(pair, key, _make_draws(pair, kinds)):
+    keys = pair.coverage.foreign_keys()
+    draws: dict[int, list[_Draw]] = {}
+    for side in {key[0] for key in keys}:
+        draws[side] = [_Draw(pair, side, pair.make_field(seed, kind)) for seed, kind in enumerate(kinds)]
+    for key in keys:
+        if _is_hidden(key, draws[key[0]], ties=False):
             return pair.coverage.decisions[key]
     return None
 
@@ -63,93 +66,134 @@ def find_hidden_tie(pair: ProgramPair) -> Decision | None:
     Cost: as `find_hidden`.
     """
     for key in pair.coverage.find_differing_ties():
-        if _is_hidden(pair, key, pair.make_tied_fields(key), ties=True):
+        draws = [_Draw(pair, key[0], field) for field in pair.make_tied_fields(key)]
+        if _is_hidden(key, draws, ties=True):
             return pair.coverage.decisions[key]
     return None
 
 
-def _make_draws(pair: ProgramPair, kinds: Sequence[str]) -> Iterator[Field]:
-    for seed, kind in enumerate(kinds):
-        yield pair.make_field(seed, kind)
-
-
-def _is_hidden(pair: ProgramPair, key: Any, draws: Iterable[Field], ties: bool = False) -> bool:
-    """Whether later choices hide the outcome of a comparison in all draws in which numbers depend on it."""
-    side, equation, part, _ = key
+def _is_hidden(key: Any, draws: Iterable[_Draw], ties: bool) -> bool:
+    """Whether choices hide the outcome of a comparison in all draws in which numbers depend on it."""
     hides = False
-    for field in draws:
-        with suppress(*_MEANINGLESS):
-            before = _Trace(pair.sides[side], field)
-            field.turned = equation, part
-            field.turns_ties = ties
-            after = _Trace(pair.sides[side], field)
-            if after.results != before.results:
+    for draw in draws:
+        try:
+            if draw.shows({key[1:3]: ties}):
                 return False
-            ends = _find_ends(before, after)
-            if ends - _CHOICES:  # by arithmetic: so it is for all inputs
-                return False
-            hides |= bool(ends)
+            hides = hides or draw.hides({key[1:3]: ties})
+        except _MEANINGLESS:
+            continue
     return hides
 
 
-class _Step(NamedTuple):
-    """An equation that ran.
+def _is_mask(x: Operand) -> bool:
+    return not isinstance(x, Exact) and x.dtype == bool
+
+
+class _Draw:
+    """A side in one draw, as it is and with comparisons turned round."""
+
+    def __init__(self, pair: ProgramPair, side: int, field: Field):
+        self._side: Side = pair.sides[side]
+        self._field = field
+        # The parts of each equation that compare.
+        self._parts: dict[int, set[str]] = {}
+        for other_side, equation, part, _ in pair.coverage.decisions:
+            if other_side == side:
+                self._parts.setdefault(equation, set()).add(part)
+        self._runs: dict[frozenset[Any], _Run] = {}
+
+    def shows(self, turned: Turned) -> bool:
+        """Whether the results depend on a comparison."""
+        return self._run(turned).results != self._run({}).results
+
+    def hides(self, turned: Turned) -> bool:
+        """Whether a choice hides a comparison from the results."""
+        ends = self._run({}).find_ends(self._run(turned))
+        names = {event.place.primitive for event in ends}
+        if not names & _CHOICES:
+            return False
+        choices = self._find_turnable(self._run({}).record, ends)
+        for choice in choices[:_MOST_TURNED]:
+            if self._run({**turned, **choice}).results != self._run(choice).results:
+                return True
+        return not choices and names <= _CHOICES
+
+    def _find_turnable(self, record: Record, ends: Iterable[Event]) -> list[dict[tuple[int, str], bool]]:
+        """The comparisons by which choices choose: their own, or those that their masks follow from."""
+        equations: dict[int, None] = {}
+        for event in ends:
+            if event.place.primitive in _CHOICES:
+                equations[id(event.place.equation)] = None
+                masks = [x for x in event.operands if _is_mask(x)]
+                for number in sorted(record.find_causes(masks, up_to=tuple(ORDERED))):
+                    equations[id(record.events[number].place.equation)] = None
+        turnable = []
+        for equation in equations:
+            parts = self._parts.get(equation)
+            if parts:
+                turnable.append({(equation, part): False for part in parts})
+        return turnable
+
+    def _run(self, turned: Turned) -> _Run:
+        key = frozenset(turned.items())
+        if key not in self._runs:
+            field = self._field.like()
+            field.turned = turned
+            self._runs[key] = _Run(self._side, field)
+        return self._runs[key]
+
+
+class _Run:
+    """A run of a side.
 
     Attributes:
-        name: its primitive.
-        operands: digests of the operands that are no masks.
-        results: digests of all results.
-    """
-
-    name: str
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-
-
-class _Trace:
-    """What a run computed.
-
-    Attributes:
-        steps: the equations that ran.
-        results: digests of the results.
+        record: its values.
+        results: signatures of the results.
     """
 
     def __init__(self, side: Side, field: Field):
-        self.steps: list[_Step] = []
+        self.record = Record()
         self._field = field
-        self._digests: dict[int, Any] = {}
-        self._kept: list[Operand] = []
-        self.results = [self._digest(x) for x in side(field, self._see)]
+        self._signatures: dict[int, Any] = {}
+        self.results = [self._sign(x) for x in side(field, self.record)]
 
-    def _see(self, equation: Any, operands: Sequence[Operand], results: Sequence[Operand], *place: Any) -> None:
-        numbers = [x for x in operands if isinstance(x, Exact) or x.dtype != bool]
-        step = _Step(
-            equation.primitive.name,
-            tuple(self._digest(x) for x in numbers),
-            tuple(self._digest(x) for x in results),
-        )
-        self.steps.append(step)
+    def find_ends(self, other: _Run) -> list[Event]:
+        """The events that read other numbers in another run, and give the same results.
 
-    def _digest(self, x: Operand) -> Any:
-        if id(x) not in self._digests:
-            self._kept.append(x)  # so that its id is no other array's
-            self._digests[id(x)] = self._compute_digest(x)
-        return self._digests[id(x)]
+        Worked example: a comparison is turned round in `y = where(x > 1, x, 2 * x); min(y, 0) + (y - y)`. The results
+        of `where` are other ones, and those of `min` and `sub` are the same: these two.
+        """
+        twins = other._by_key()
+        ends = []
+        for key, event in self._by_key().items():
+            twin = twins.get(key)
+            if twin is None:  # of a branch that is not taken
+                continue
+            if self._sign_all(event.results) != other._sign_all(twin.results):
+                continue
+            if self._sign_numbers(event) != other._sign_numbers(twin):
+                ends.append(event)
+        return ends
 
-    def _compute_digest(self, x: Operand) -> Any:
-        if isinstance(x, Exact):
-            return x.shape, digest_value(self._field, x), x.poison.tobytes()
-        return x.shape, x.dtype, x.tobytes()
+    def _by_key(self) -> dict[Any, Event]:
+        """The events by their equation, and how often it ran before."""
+        times: Counter[Any] = Counter()
+        events = {}
+        for event in self.record.events:
+            key = (*event.place.key, len(event.place.axes))
+            events[*key, times[key]] = event
+            times[key] += 1
+        return events
 
+    def _sign_numbers(self, event: Event) -> list[Any]:
+        """Signatures of the operands that are no masks: of two masks it matters only what they choose."""
+        return self._sign_all([x for x in event.operands if not _is_mask(x)])
 
-def _find_ends(before: _Trace, after: _Trace) -> set[str]:
-    """The primitives of which operands are other numbers in the second run, and the results are the same.
+    def _sign_all(self, values: Sequence[Operand]) -> list[Any]:
+        return [self._sign(x) for x in values]
 
-    Worked example: a comparison is turned round in `y = where(x > 1, x, 2 * x); min(y, 0) + (y - y)`. The results of
-    `where` are other ones, and those of `min` and `sub` are the same: {"min", "sub"}.
-    """
-    names = set()
-    for one, other in zip(before.steps, after.steps, strict=False):
-        if one.operands != other.operands and one.results == other.results:
-            names.add(one.name)
-    return names - _MOVES - _CONTROL_FLOW
+    def _sign(self, x: Operand) -> Any:
+        # The record keeps all values, so that no two have one id.
+        if id(x) not in self._signatures:
+            self._signatures[id(x)] = sign_value(self._field, x)
+        return self._signatures[id(x)]

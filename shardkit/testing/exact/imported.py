@@ -28,7 +28,7 @@ from shardkit._jax.dependence import without_unused
 from shardkit.analysis.hlo.protobuf import message
 from shardkit.analysis.hlo.report import Built
 from shardkit.collectives.basic import vary
-from shardkit.testing.exact.stablehlo.attributes import DTYPES
+from shardkit.testing.exact.stablehlo.attributes import find_dtype
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.module import ImportedModule
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
@@ -108,11 +108,15 @@ class ImportedProgram(NamedTuple):
     @classmethod
     def of_absent(cls, built: Built, topology: str) -> ImportedProgram:
         """That of a program which was compiled for chips that need not be present."""
-        assert built.module is not None, "a program of small shapes fits"
+        if built.module is None:
+            raise RuntimeError(f"the compiler of {topology} made no program: {built.answer.get('message', '')}")
         jaxpr = built.traced.jaxpr
         mesh = built.sizes or {"device": 1}
-        kept = tuple(number for number, used in enumerate(compat.arguments_used(jaxpr.jaxpr)) if used)
         shardings = read_shardings(built.module)
+        module = ImportedModule(built.module, mesh)
+        kept = tuple(range(len(jaxpr.in_avals)))
+        if len(module.find_function("main").arguments) != len(kept):  # else `keep_unused=True` keeps all
+            kept = tuple(number for number, used in enumerate(compat.arguments_used(jaxpr.jaxpr)) if used)
         inputs = []
         for place, number in enumerate(kept):
             sharding = shardings.inputs[place] if shardings.inputs else b""
@@ -122,7 +126,6 @@ class ImportedProgram(NamedTuple):
             sharding = shardings.outputs[place] if shardings.outputs else b""
             outputs.append(read_layout(sharding, aval, mesh))
         versions = ", ".join(f"{name} {version}" for name, version in built.answer["versions"].items())
-        module = ImportedModule(built.module, mesh)
         return cls(module, kept, tuple(inputs), tuple(outputs), mesh, f"{topology}, {versions}")
 
     def describe_compiler(self) -> str:
@@ -143,7 +146,7 @@ class ImportedProgram(NamedTuple):
         count = math.prod(self.mesh.values())
         shapes = []
         for value in self.module.buffers:
-            shapes.append(jax.ShapeDtypeStruct((count, *value.type.shape), DTYPES[str(value.type.element_type)]))
+            shapes.append(jax.ShapeDtypeStruct((count, *value.type.shape), find_dtype(value.type)))
         return shapes
 
     def run(self, *arguments: Any) -> list[Any]:
@@ -163,7 +166,7 @@ class ImportedProgram(NamedTuple):
 
         def run_device(*pieces: Any) -> list[Any]:
             inputs = []
-            for piece, layout in zip(pieces, self.inputs, strict=False):
+            for piece, layout in zip(pieces[: len(self.inputs)], self.inputs, strict=True):
                 inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
             contents = [lax.squeeze(piece, (0,)) for piece in pieces[len(self.inputs) :]]
             reader = BlockReader(self.module, OPERATION_RULES, contents)

@@ -391,11 +391,9 @@ class ProgramPair:
         """The results of the program on the mesh, and of the reference."""
         on_mesh, alone = self.sides
         try:
-            if field.coverage is not None:
-                field.coverage.side = ALONE
+            field.coverage.side = ALONE
             wanted = alone(field, None)
-            if field.coverage is not None:
-                field.coverage.side = ON_MESH
+            field.coverage.side = ON_MESH
             got = on_mesh(field, None)
         except UnsupportedError as error:
             place = f"at {error.line} " if error.line else ""

@@ -56,6 +56,7 @@ GATHER = "all-gather", {"groups": ROWS}
     ("first", "second", "message"),
     [
         (REDUCE, GATHER, "the same 2 devices, on which they may run in another order"),
+        (("all-reduce", {"groups": ()}), GATHER, "the same 2 devices, on which they may run in another order"),
         (("collective-permute", {"pairs": RING}), GATHER, "ppermute over 'data', 'model' at .* the same 2 devices"),
         (
             ("all-gather", {"groups": ROWS, "channel": 7}),
@@ -92,7 +93,7 @@ def test_one_after_the_other_is_right():
 
 def test_a_start_without_an_end():
     [finding] = findings(*together(REDUCE, GATHER)[:2])
-    assert finding.message == "all_reduce over 'data', 'model' starts and never ends."
+    assert finding.message == "all_reduce over 'data', 'model' starts, and has no end in its computation."
 
 
 @pytest.mark.parametrize("path", sorted(HERE.rglob("*.gz")), ids=lambda path: path.name)

@@ -20,7 +20,7 @@ from shardkit.testing._interpreter import interpret
 from shardkit.testing.exact import assert_compiled_equal
 from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.stablehlo.listed_groups import list_groups
+from shardkit.testing.exact.stablehlo.module import rewrite
 from support.edits import modules
 from support.edits.kinds import KINDS, ROUNDED, Site, round_products
 from support.edits.programs import PROGRAMS, Program
@@ -89,7 +89,7 @@ def count_sites(program: str, kind: str) -> int:
 def parse(compiled: Any) -> Any:
     """The optimized module of what was compiled, as StableHLO."""
     (module,) = compiled.runtime_executable().hlo_modules()
-    return compat.parse_hlo(list_groups(module.as_serialized_hlo_module_proto()))
+    return compat.parse_hlo(rewrite(module.as_serialized_hlo_module_proto()))
 
 
 def list_sites(module: Any, kind: str) -> list[Site]:

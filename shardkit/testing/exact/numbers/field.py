@@ -117,9 +117,8 @@ class Field:
         elements: by the name of an input, values that its elements must have in this draw.
         coverage: what notes which way comparisons went, if any does.
         memory: what recalls what a first run computed, if any does.
-        turned: the comparison whose outcome is turned round in this run (`hidden.py`), as the id of its equation and
-            the part of it; None if none is.
-        turns_ties: whether it is turned round only where it compares equal numbers.
+        turned: the comparisons whose outcome is turned round in this run (`hidden.py`), by the id of the equation and
+            the part of it; whether it is so for equal numbers alone.
         numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
             the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
@@ -174,8 +173,7 @@ class Field:
         self.elements: tuple[Element, ...] = ()
         self.coverage: Any = None
         self.memory: Any = None
-        self.turned: tuple[int, str] | None = None
-        self.turns_ties = False
+        self.turned: Mapping[tuple[int, str], bool] = {}
 
         # Laws between numbers that their residues do not show.
         self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
@@ -318,7 +316,7 @@ class Field:
         return Exact(number, facts, real, factor, x.degree, roots, x.is_power)
 
     def like(self, **changes: Any) -> Field:
-        """A field of the same settings but for `changes`, with the same inputs and constants, which has noted nothing.
+        """A field of the same settings but for `changes`, with the same chosen elements, which has noted nothing.
 
         Worked example: of a field of two points with the seed 5, `field.like(seed=6)` has two other points.
         """

@@ -3,7 +3,8 @@
 XLA makes `x * (0.9 * 0.9)` of `(x * 0.9) * 0.9`, and writes 0.80999994, which is 0.9 * 0.9 in float32 and no simple
 rational. So a constant of one side that is neither simple nor one of the other side's may stand for what it was
 computed of: constants of the other side, by one or two operations, each rounded to its dtype. The search is for equal
-bits. A constant that is one unit in the last place off, as 0.9999999 for 1, stands for no other.
+bits. A constant that is one unit in the last place off, as 0.9999999 for 1, stands for no other, unless an operation on
+other constants gives its very bits.
 
 Several computations may give the same bits: 0.014142135 is 0.01 * 1.4142135, and 0.01 / 0.70710677. Then it is the one
 of the most constants that the side with the folded constant has lost, as 1.4142135, which XLA multiplied.

@@ -94,8 +94,9 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         takes_x = x_keys <= y_keys
         sign = np.minimum(x.sign, y.sign)
         is_known = sign < 0
-    close = (x_keys == y_keys) & ~find_equal(scope.field, x, y)
-    if close.any():
+    same = x_keys == y_keys
+    if same.any():
+        close = same & ~find_equal(scope.field, x, y)
         takes_x = np.where(close, _takes_first_of_close(scope.field, equation.primitive.name, x, y), takes_x)
     # Where x is NaN no comparison holds: x is taken, so that NaN spreads.
     mask = scope.decide(equation, takes_x, x, y) | np.isnan(x_keys)
@@ -131,8 +132,10 @@ def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sign, by the order, in which every number has a place."""
     # 1, 0 or -1: a constant of this draw, which depends on x as the outcome of a comparison does.
     keys = find_keys(scope.field, x)
-    scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
-    return scope.field.lift(np.sign(keys).astype(np.float32))
+    is_positive = scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
+    signs = np.where(is_positive, 1, -1)
+    has_none = (keys == 0) | np.isnan(keys)
+    return scope.field.lift(np.where(has_none, keys, signs).astype(np.float32))
 
 
 def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) -> Exact:

@@ -62,9 +62,9 @@ class Scope:
         # There is no coverage in a search for a line, and in tests of single rules.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
-        if self.field.turned == (id(equation), part):
-            turned = find_equal(self.field, x, y) if self.field.turns_ties else True
-            truth = np.asarray(truth) ^ turned
+        ties_alone = self.field.turned.get((id(equation), part))
+        if ties_alone is not None:
+            truth = np.asarray(truth) ^ (find_equal(self.field, x, y) if ties_alone else True)
         return self.field.marks.add(np.asarray(truth), decision=True)
 
     def choose(self, equation: Any, chosen: np.ndarray, x: Exact, part: str = "") -> None:

@@ -52,7 +52,12 @@ def read_shape(operation: Any, result: int = 0) -> tuple[int, ...]:
 
 def read_dtype(operation: Any) -> Any:
     """The numpy dtype of the first result."""
-    name = str(operation.results[0].type.element_type)
+    return find_dtype(operation.results[0].type)
+
+
+def find_dtype(array_type: Any) -> Any:
+    """The numpy dtype of the elements of a type."""
+    name = str(array_type.element_type)
     if name not in DTYPES:
         raise UnreadableError(f"an array of {name}")
     return DTYPES[name]
@@ -141,4 +146,4 @@ def name_combiner(block: Any) -> str | None:
 
 def is_float(value: Any) -> bool:
     """Whether a value is an array of floats."""
-    return bool(jnp.issubdtype(DTYPES[str(value.type.element_type)], jnp.floating))
+    return bool(jnp.issubdtype(find_dtype(value.type), jnp.floating))

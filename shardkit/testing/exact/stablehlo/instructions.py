@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from shardkit.analysis.hlo.protobuf import integer, integers, message, split_fields, text, write_field
 
-# The fields of a module: computations, what it takes and returns, and the order in which instructions run.
+# The fields of a module: computations, and the order in which instructions run.
 _COMPUTATION = 3
-_PROGRAM_SHAPE = 4
 _SCHEDULE = 7
-# Those of a computation, whose _PROGRAM_SHAPE has this number too.
+# Those of a computation.
 _INSTRUCTION = 2
 _ROOT = 6
 # Those of an instruction.
@@ -43,7 +42,7 @@ class WrittenInstruction:
     """An instruction.
 
     Attributes:
-        number: by which others read it.
+        number: the number by which others read it.
         name: as the compiler prints it.
         opcode: as "add".
         operands: the numbers of what it reads.
@@ -62,10 +61,7 @@ class WrittenInstruction:
     def of(cls, data: bytes) -> WrittenInstruction:
         """That of a serialized HloInstructionProto."""
         fields = message(data)
-        others = []
-        for number, field in split_fields(data):
-            if number not in (_NAME, _OPCODE, _SHAPE, _NUMBER, _OPERANDS, _WAITS_FOR):
-                others.append((number, field))
+        others = _list_others(data, (_NAME, _OPCODE, _SHAPE, _NUMBER, _OPERANDS, _WAITS_FOR))
         return cls(
             integer(fields, _NUMBER),
             text(fields[_NAME]),
@@ -113,10 +109,7 @@ class WrittenComputation:
     def of(cls, data: bytes) -> WrittenComputation:
         """That of a serialized HloComputationProto."""
         fields = message(data)
-        others = []
-        for number, field in split_fields(data):
-            if number not in (_INSTRUCTION, _ROOT):
-                others.append((number, field))
+        others = _list_others(data, (_INSTRUCTION, _ROOT))
         return cls([WrittenInstruction.of(part) for part in fields[_INSTRUCTION]], integer(fields, _ROOT), others)
 
     def write(self) -> bytes:
@@ -153,12 +146,14 @@ class OpenModule:
 
 def open_module(serialized: bytes) -> OpenModule:
     """That of a serialized HloModuleProto."""
-    others = []
-    for number, field in split_fields(serialized):
-        if number not in (_COMPUTATION, _SCHEDULE):
-            others.append((number, field))
+    others = _list_others(serialized, (_COMPUTATION, _SCHEDULE))
     computations = [WrittenComputation.of(data) for data in message(serialized)[_COMPUTATION]]
     return OpenModule(computations, others)
+
+
+def _list_others(data: bytes, read: Sequence[int]) -> list[tuple[int, bytes]]:
+    """The fields of a message but for those that are read, by their numbers."""
+    return [(number, field) for number, field in split_fields(data) if number not in read]
 
 
 def list_parts(shape: bytes) -> list[bytes]:

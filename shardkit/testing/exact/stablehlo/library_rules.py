@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit.testing.exact.stablehlo.attributes import ALLOCATE, DTYPES, UnreadableError, is_float, read_shape
+from shardkit.testing.exact.stablehlo.attributes import ALLOCATE, UnreadableError, find_dtype, is_float, read_shape
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.tilings import READ_PLACES
 
@@ -51,6 +51,9 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
     is_tuple = hasattr(result, "num_types")
     if is_tuple:
         result = result.get_type(0)
+    for name in config:
+        if name not in _PLAIN_MATMUL and name not in _READ_OF_MATMUL:
+            raise _refuse(operation, f"the setting {name}")
     for name, value in _PLAIN_MATMUL.items():
         if config.get(name, value) != value:
             raise _refuse(operation, f"{name} {config[name]}")
@@ -64,16 +67,21 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
     numbers = config["dot_dimension_numbers"]
     contracted = (_read_dims(numbers, "lhs_contracting"), _read_dims(numbers, "rhs_contracting"))
     shared = (_read_dims(numbers, "lhs_batch"), _read_dims(numbers, "rhs_batch"))
-    dtype = DTYPES[str(result.element_type)]
-    product = lax.dot_general(x, y, (contracted, shared), preferred_element_type=dtype)
+    dtype = find_dtype(result)
+    # cuBLAS scales and adds before it rounds to the dtype of the result.
+    compute_dtype = np.float64 if dtype == np.float64 else np.float32
+    x = lax.convert_element_type(x, compute_dtype)
+    y = lax.convert_element_type(y, compute_dtype)
+    product = lax.dot_general(x, y, (contracted, shared))
     if np.shape(product) != tuple(result.shape):
         raise _refuse(operation, "a result of another shape than that of its product")
     # The factors are numbers of the program, as 1 or 0.125.
-    total = product * np.asarray(config.get("alpha_real", 1), dtype)
+    total = product * np.asarray(config.get("alpha_real", 1), compute_dtype)
     if beta:
-        total = total + lax.convert_element_type(others[0], dtype) * np.asarray(beta, dtype)
+        total = total + lax.convert_element_type(others[0], compute_dtype) * np.asarray(beta, compute_dtype)
     if activation is not None:
         total = activation(total)
+    total = lax.convert_element_type(total, dtype)
     if not is_tuple:
         return total
     return (total, *[None] * (operation.results[0].type.num_types - 1))
@@ -89,20 +97,44 @@ def _rectify(x: Any) -> Any:
 
 # What an epilogue applies.
 _EPILOGUES: dict[str, Callable[[Any], Any] | None] = {"DEFAULT": None, "RELU": _rectify}
+# Settings that are read above, and those that change no number but by rounding.
+_READ_OF_MATMUL = {
+    *("alpha_real", "beta", "dot_dimension_numbers", "epilogue"),
+    *("selected_algorithm", "precision_config", "lhs_stride", "rhs_stride", "autotune_workspace_size"),
+}
 # What must hold for a product of real numbers that are not scaled; a field that is not there has this value.
 _PLAIN_MATMUL = {"alpha_imag": 0, "grad_x": False, "grad_y": False, "damax_output": False, "scale_mode": 0}
 
 
 def _allocate(reader: BlockReader, operation: Any) -> Any:
-    """Memory to which nothing was written: any numbers, on which no result may depend."""
-    return reader.buffers[operation.results[0]]
+    """Memory to which nothing was written: any numbers, on which no result may depend.
+
+    It is others each time that the operation runs, so one that runs twice is refused; and so is one of integers, of
+    which a few values stand for all, as the two of a boolean.
+    """
+    value = operation.results[0]
+    if not is_float(value):
+        raise _refuse(operation, "memory of integers or booleans")
+    if value in reader.values or _is_in_loop(operation):
+        raise _refuse(operation, "memory in a loop, or in a function that is called twice")
+    return reader.buffers[value]
+
+
+def _is_in_loop(operation: Any) -> bool:
+    around = operation.operation.parent
+    while around is not None:
+        inner = getattr(around, "operation", around)
+        if inner.name == "stablehlo.while":
+            return True
+        around = inner.parent
+    return False
 
 
 def _assume_in_bounds(reader: BlockReader, operation: Any, indices: Any) -> Any:
     """Indices, and a promise of the compiler that a gather by them finds all places.
 
-    What it finds where there is none is not said. So each gather of these indices fills in NaN there, which no traced
-    program has; and where another operation reads them, the call has no meaning.
+    What it finds where there is none is not said. So each gather of these indices fills in a number there that no
+    program writes; and where another operation reads them, the call has no meaning.
     """
     waiting = [operation.results[0]]
     while waiting:

@@ -64,7 +64,8 @@ def rewrite(serialized: bytes) -> bytes:
         wait_for_starts(computation)
         split_arrays(computation)
         convert_floats(computation)
-    return list_groups(module.write())
+        list_groups(computation)
+    return module.write()
 
 
 # How many operations around one without a line are asked for theirs.

@@ -12,10 +12,11 @@ from jax import lax
 
 from shardkit._jax import compat
 from shardkit.testing.exact.stablehlo.attributes import (
-    DTYPES,
     UnreadableError,
     find_body,
     find_definition,
+    find_dtype,
+    is_float,
     read_constant,
     read_dtype,
     read_integer,
@@ -113,9 +114,8 @@ def _find_total_order(value: Any) -> Any:
     if compat.hlo_text(test.attributes["comparison_direction"]) != "LT" or read_constant(zero) != 0:
         return None
     number = bits.operands[0]
-    integer = DTYPES[str(plain.type.element_type)]
-    is_float = jnp.issubdtype(DTYPES[str(number.type.element_type)], jnp.floating)
-    if not is_float or not jnp.issubdtype(integer, jnp.signedinteger):
+    integer = find_dtype(plain.type)
+    if not is_float(number) or not jnp.issubdtype(integer, jnp.signedinteger):
         return None
     if read_constant(masks[0]) != jnp.iinfo(integer).max:
         return None
@@ -149,6 +149,8 @@ def _serves_order(operation: Any) -> bool:
         return all(reader.name in _ORDERING and _serves_order(reader) for reader in readers)
     for reader in readers:
         if reader.name != "stablehlo.compare":
+            return False
+        if compat.hlo_text(reader.attributes["comparison_direction"]) not in _ORDERINGS:
             return False
         if any(_find_total_order(value) is None for value in reader.operands):
             return False
@@ -188,7 +190,7 @@ def _round(reader: BlockReader, operation: Any, x: Any) -> Any:
 
 
 def _keep(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """Rounding to fewer bits is not modelled, and copies change nothing."""
+    """Copies and barriers change nothing."""
     return list(operands)
 
 

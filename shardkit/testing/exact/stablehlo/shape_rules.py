@@ -106,6 +106,10 @@ def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     return converted
 
 
+# What stands for the result of a gather that a compiler wrongly promised to find all places: a number of no program.
+_OF_NO_PLACE = 0.7310585786300049
+
+
 def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
     """A gather, whose dimension numbers are those of jax under other names."""
     attribute = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
@@ -119,10 +123,10 @@ def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
     )
     sizes = read_integers(operation, "slice_sizes")
     # A module clamps indices out of bounds. A gather of jax that fills them is a clamped one, and a select behind it.
-    mode = lax.GatherScatterMode.CLIP
     if operation.results[0] in reader.promised:
         mode = lax.GatherScatterMode.FILL_OR_DROP
-    return lax.gather(x, indices, numbers, sizes, mode=mode)
+        return lax.gather(x, indices, numbers, sizes, mode=mode, fill_value=_OF_NO_PLACE)
+    return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
 
 
 def _put_vector_last(indices: Any, dim: int) -> Any:

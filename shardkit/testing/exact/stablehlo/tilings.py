@@ -49,13 +49,14 @@ _TILES = 6
 _TILE_DIMS = 1
 _WHOLE_DIM = 1 << 63  # a dim of a tile that is joined with the next one
 
-# What a bitcast becomes that reads elements in another order, with the numbers of these as JSON; and any other.
+# What a bitcast becomes that reads elements in another order, with the numbers of these as JSON; and what any other one
+# becomes, which has no meaning.
 READ_PLACES = "shardkit.read_places"
 READ_PADDING = "a bitcast of the padding of tiles"
 
 
 def drop_tilings(module: OpenModule) -> None:
-    """Writes all layouts without tiles, and bitcasts that need them as calls that have no meaning."""
+    """Writes all layouts without tiles, and bitcasts that need tiles as calls of READ_PLACES or READ_PADDING."""
     module.others = [_drop_in_program_shape(number, field) for number, field in module.others]
     for computation in module.computations:
         computation.others = [_drop_in_program_shape(number, field) for number, field in computation.others]
@@ -141,7 +142,10 @@ def keeps_order(source: bytes, target: bytes) -> bool:
 
 @lru_cache(4096)
 def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
-    """For each element of the result of a bitcast the number of the operand's that is in its place; None if none is."""
+    """For each element of the result of a bitcast the number of the operand's that is in its place.
+
+    None if some place has no element.
+    """
     places = _find_places(source)
     others = _find_places(target)
     of_one_type = integer(message(source), TYPE) == integer(message(target), TYPE)
@@ -172,6 +176,7 @@ def _list_tiles(shape: bytes) -> list[tuple[int, ...]]:
     return [integers(message(tile), _TILE_DIMS) for tile in message(fields[_LAYOUT][0]).get(_TILES, ())]
 
 
+@lru_cache(256)
 def _find_places(shape: bytes) -> np.ndarray | None:
     """Where each element is stored; None if that is not known.
 

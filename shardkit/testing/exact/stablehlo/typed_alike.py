@@ -2,7 +2,8 @@
 
 - A reduce-scatter or a permute of several arrays is one of each array, and a tuple of their results.
 - A TPU's compiler makes bfloat16 of float32 in an operation of another kind, as `bf16[8] pad(bf16[6], f32[])`: xla
-  calls that mixed precision. Here it is a conversion, and then the operation of one dtype.
+  calls that mixed precision. Here it is a conversion, and then the operation of one dtype; of several arrays, the
+  operation in float32, and then conversions.
 """
 
 from __future__ import annotations
