@@ -382,6 +382,10 @@ def _hide(y_bD):
     return jnp.min(jnp.clip(y_bD, 2, 3))[None]
 
 
+def _hide_beside_zeros(y_bD):
+    return _hide(y_bD) + 0 * y_bD[0, :1]
+
+
 def _pool(y_bD):
     clipped = -jnp.clip(y_bD, 2, 3)
     return -_hide(lax.reduce_window(clipped, -jnp.inf, lax.max, y_bD.shape, (1, 1), "VALID"))
@@ -389,9 +393,7 @@ def _pool(y_bD):
 
 HIDDEN = {
     "a select": lambda t, x, y: _hide(jnp.where(x > t, y, 2 * y)),
-    "a select, beside what cancels": lambda t, x, y: (
-        _hide(jnp.where(x > t, y, 2 * y)) + jnp.where(x > t, y, y)[0, :1] * 0
-    ),
+    "a select, beside what cancels": lambda t, x, y: _hide_beside_zeros(jnp.where(x > t, y, 2 * y)),
     "a branch": lambda t, x, y: _hide(lax.cond(x[0, 0] > t, lambda y: y, lambda y: 2 * y, y)),
     "a sign": lambda t, x, y: _hide(jnp.sign(x - t) * y),
     "a select, before pooling": lambda t, x, y: _pool(jnp.where(x > t, y, 2 * y)),
