@@ -26,9 +26,9 @@ SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)
 
 @pytest.mark.check
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(start.__file__).parent.glob("[a-z]*.py")))
-def test_every_benchmark_imports_names_that_exist(name):
+def test_every_benchmark_imports_names_that_exist_and_says_its_question(name):
     """The deep tier alone runs most of them."""
-    import_module(f"benchmarks.{name}")
+    assert import_module(f"benchmarks.{name}").__doc__, "a benchmark says at its top which question it answers"
 
 
 def test_start_says_that_simulated_devices_share_the_cores_and_its_example_runs(capsys):

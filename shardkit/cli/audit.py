@@ -97,10 +97,10 @@ def audit(options: Options) -> int:
         timeout=options.timeout,
     )
     print(report)
-    proof = CompiledVerdict("", "")
+    proof = CompiledVerdict("", ())
     if options.compiled and options.target is None:
         proof = _prove_compiled(step, args)
-        print(proof.text)
+        print(*proof.lines, sep="\n  ")
     if options.explain:
         print(explain(step, *args))
     worse: list[str] = []
@@ -121,11 +121,11 @@ class CompiledVerdict(NamedTuple):
 
     Attributes:
         verdict: "equal", "differs" or "not decided"; "" if it was not tried.
-        text: a line about it, and what it holds under.
+        lines: a line about it, and below it a line for each condition under which it holds.
     """
 
     verdict: str
-    text: str
+    lines: tuple[str, ...]
 
 
 def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
@@ -146,16 +146,16 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
         check_size("audit", [function.trace(*args).jaxpr], _POINTS, draws=1, longest=_LONGEST)
         equality = assert_compiled_equal(function, *args, points=_POINTS)
     except ReplicationError as error:
-        return CompiledVerdict("not decided", f"the traced program is wrong itself, so nothing equals it: {error}")
+        return CompiledVerdict("not decided", (f"the traced program is wrong itself, so nothing equals it: {error}",))
     except UnequalError as error:
-        return CompiledVerdict("differs", f"the compiled program is not the traced one: {error}")
+        return CompiledVerdict("differs", (f"the compiled program is not the traced one: {error}",))
     except UnprovableError as error:
-        return CompiledVerdict("not decided", f"not proved equal to the traced program: {error}")
+        return CompiledVerdict("not decided", (f"not proved equal to the traced program: {error}",))
     lines = [f"proved equal to the traced program for all inputs, {equality.points} points"]
     # Of this program: constants that were folded, rounding, branches that were never taken.
     lines += [sentence for sentence in equality.assumed if sentence not in ASSUMED_AS_COMPILED]
     lines += equality.compared
-    return CompiledVerdict("equal", "\n  ".join(lines))
+    return CompiledVerdict("equal", tuple(lines))
 
 
 def _refuse_without_effect(options: Options) -> None:

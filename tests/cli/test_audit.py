@@ -84,6 +84,7 @@ def test_json_and_ignored_rules(program, inside):
     assert [each["rule"] for each in data["rows"]] == ["summed-each-iteration"] and "summed-each" in done.stderr
     assert data["audit"]["derived"]["sent"] == 3 * 24576 and data["audit"]["format"] == 1
     assert data["proof"]["verdict"] == "equal"
+    assert data["proof"]["lines"][0] == "proved equal to the traced program for all inputs, 3 points"
     assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["rows"] == []
 
 

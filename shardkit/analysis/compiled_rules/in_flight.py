@@ -48,7 +48,7 @@ def in_flight(program: CompiledProgram) -> Iterator[Finding]:
             if pairing is None:
                 continue
             collective, start = pairing
-            if start is None or _is_synchronous(collective):
+            if start is None or collective.is_synchronous_pair:
                 continue
             flight = _Flight(collective, start, position)
             for other in flights:
@@ -59,15 +59,16 @@ def in_flight(program: CompiledProgram) -> Iterator[Finding]:
             yield Finding(
                 _RULE,
                 f"{_describe(program, collective)} starts, and has no end in its computation.",
-                _place(program, collective),
+                collective.find_source(program.module),
                 "Compile with another version of the compiler: the schedule is wrong.",
             )
 
 
 def _compare(program: CompiledProgram, first: FoundCollective, second: FoundCollective) -> Iterator[Finding]:
     """What is wrong with two collectives that are in flight together."""
+    place = second.find_source(program.module)
     both = (
-        f"{_describe(program, first)} at {_place(program, first) or 'an unknown line'} and "
+        f"{_describe(program, first)} at {first.find_source(program.module) or 'an unknown line'} and "
         f"{_describe(program, second)} are in flight together"
     )
     shared = _count_shared(_list_groups(program, first), _list_groups(program, second))
@@ -77,21 +78,16 @@ def _compare(program: CompiledProgram, first: FoundCollective, second: FoundColl
             _RULE,
             f"{both}, and a group of each has the same {shared} devices, on which they may run in another order and "
             "wait for each other.",
-            _place(program, second),
+            place,
             "Make one depend on the result of the other, or compile one of them as synchronous.",
         )
     elif channel > _OF_JAX and channel == first.instruction.channel:
         yield Finding(
             _RULE,
             f"{both} on the same channel {channel}, so that what one sends may arrive at the other.",
-            _place(program, second),
+            place,
             "Compile with another version of the compiler: the channels are wrong.",
         )
-
-
-def _is_synchronous(collective: FoundCollective) -> bool:
-    """Whether the compiler for GPUs marked a pair as one that it does not overlap."""
-    return bool(collective.carrier.config.get("collective_backend_config", {}).get("is_sync"))
 
 
 def _list_groups(program: CompiledProgram, collective: FoundCollective) -> Groups:
@@ -126,8 +122,3 @@ def _count_shared(groups: Groups, others: Groups) -> int:
 def _describe(program: CompiledProgram, collective: FoundCollective) -> str:
     axes, _ = axes_of(collective.kind, collective.groups, tuple(program.mesh.items()))
     return f"{collective.kind} over {quoted(axes)}"
-
-
-def _place(program: CompiledProgram, collective: FoundCollective) -> str:
-    module = program.module
-    return module.source(collective.instruction) or module.source(collective.carrier)

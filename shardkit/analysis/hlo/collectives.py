@@ -190,9 +190,7 @@ class Reader:
         seconds = self.clock.wire(kind, collective.groups, sent)
         exposed = seconds
         hidden_flops = 0
-        # The GPU compiler marks a pair that it does not overlap.
-        is_synchronous_pair = collective.carrier.config.get("collective_backend_config", {}).get("is_sync")
-        asynchronous = between is not None and not is_synchronous_pair
+        asynchronous = between is not None and not collective.is_synchronous_pair
         if asynchronous and between:
             # Permutes both ways round a ring use the two directions of the same links.
             goes_down = kind == "ppermute" and direction(collective.groups) < 0
@@ -213,7 +211,7 @@ class Reader:
             seconds=seconds,
             exposed=exposed,
             op_name=instruction.op_name or collective.carrier.op_name,
-            source=self.module.source(instruction) or self.module.source(collective.carrier),
+            source=collective.find_source(self.module),
             branch=branch,
         )
 
@@ -289,6 +287,15 @@ class FoundCollective:
     carrier: proto.Instruction
     kind: str
     groups: Groups
+
+    @property
+    def is_synchronous_pair(self) -> bool:
+        """Whether the compiler for GPUs marked a start and its end as a pair that it does not overlap."""
+        return bool(self.carrier.config.get("collective_backend_config", {}).get("is_sync"))
+
+    def find_source(self, module: proto.Module) -> str:
+        """The user's line that led to it, "" if the module does not say."""
+        return module.source(self.instruction) or module.source(self.carrier)
 
 
 # One collective of a computation, and the position of the instruction that starts it where it is asynchronous.

@@ -8,14 +8,10 @@ import pytest
 from shardkit.analysis.compiled_rules.in_flight import in_flight
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.uses import Uses
+from support.planted.scheduled import GATHER, REDUCE, RIGHT, SCHEDULED
 from support.recorded.record import HERE, load
 
 pytestmark = pytest.mark.check
-
-ALL = ((0, 1, 2, 3),)
-ROWS = ((0, 1), (2, 3))
-COLUMNS = ((0, 2), (1, 3))
-RING = ((0, 1), (1, 2), (2, 3), (3, 0))
 
 
 def findings(*instructions, mesh=None):
@@ -46,41 +42,16 @@ def together(first, second):
     )
 
 
-SYNCHRONOUS = {"collective_backend_config": {"is_sync": True}}
-REDUCE = "all-reduce", {"groups": ALL}
-GATHER = "all-gather", {"groups": ROWS}
-
-
 # proves N68
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (REDUCE, GATHER, "the same 2 devices, on which they may run in another order"),
-        (("all-reduce", {"groups": ()}), GATHER, "the same 2 devices, on which they may run in another order"),
-        (("collective-permute", {"pairs": RING}), GATHER, "ppermute over 'data', 'model' at .* the same 2 devices"),
-        (
-            ("all-gather", {"groups": ROWS, "channel": 7}),
-            ("all-gather", {"groups": ROWS, "channel": 7}),
-            "on the same channel 7, so that what one sends",
-        ),
-    ],
-)
-def test_two_that_can_wait_for_each_other_are_named(first, second, message):
+@pytest.mark.parametrize("planted", SCHEDULED)
+def test_two_that_can_wait_for_each_other_are_named(planted):
     """Alone in reading which collectives a schedule has in flight at one time."""
-    [finding] = findings(*together(first, second))
-    assert finding.rule == "collectives-in-flight"
-    assert re.search(message, finding.message), finding.message
+    [finding] = findings(*together(planted.first, planted.second))
+    assert finding.rule == planted.rule
+    assert re.search(planted.message, finding.message), finding.message
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (GATHER, GATHER),  # one communicator, which keeps the order
-        (("all-gather", {"groups": COLUMNS}), GATHER),  # one device in common
-        (("all-reduce", {"groups": ALL, "config": SYNCHRONOUS}), GATHER),
-        (("all-gather", {"groups": ROWS, "channel": 1}), ("all-gather", {"groups": ROWS, "channel": 1})),  # jax's own
-    ],
-)
+@pytest.mark.parametrize(("first", "second"), RIGHT)
 def test_others_are_not(first, second):
     assert findings(*together(first, second)) == []
 

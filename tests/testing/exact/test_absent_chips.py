@@ -3,7 +3,6 @@
 import json
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 from jax import lax
 
 import shardkit as sk
-from shardkit._jax import compat
 from shardkit.analysis.hlo import topology as topologies
 from shardkit.analysis.hlo.proto import read_groups
 from shardkit.analysis.hlo.protobuf import write_field
@@ -22,19 +20,18 @@ from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import of_kernels
 from shardkit.testing.exact.stablehlo import listed_groups, module
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
-from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.instructions import (
     WrittenComputation,
     WrittenInstruction,
     make_tuple,
     open_module,
 )
-from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 from shardkit.testing.exact.stablehlo.synchronous import wait_for_starts
 from shardkit.testing.exact.stablehlo.tilings import find_elements, keeps_order
 from shardkit.testing.exact.stablehlo.typed_alike import convert_floats, split_arrays
 from support.compilers import gpu, tpu
 from support.recorded import small
+from support.written import run_text
 
 TOPOLOGIES = ["v5e:2x4", "h100:1x1x8"]
 
@@ -189,15 +186,6 @@ def run_call(target, config, result, *arguments):
     }}
     """
     return run_text(text, *arguments)[0]
-
-
-def run_text(text, *arguments):
-    """The results of a module that is written as text, of one device."""
-    with compat.private("interpreters.mlir.make_ir_context")():
-        parsed = compat.private("interpreters.mlir.ir").Module.parse(text)
-        block = parsed.body.operations[0].regions[0].blocks[0]
-        parts = SimpleNamespace(mesh={}, axes=(), call_at_line=lambda operation, rule: rule())
-        return BlockReader(parts, OPERATION_RULES).run(block, arguments)
 
 
 MATMUL = {

@@ -19,10 +19,9 @@ from shardkit.testing.exact.compiled_pair import ReplicationError
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
-from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.device_rules import _find_axes
-from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 from shardkit.testing.exact.stablehlo.source_lines import make_caller
+from support.written import run_text
 
 pytestmark = pytest.mark.optimized
 
@@ -250,15 +249,6 @@ func.func @main(%x: tensor<f32>) -> tensor<f32> {
   return %result : tensor<f32>
 }
 """
-
-
-def run_text(text, *arguments):
-    """The results of a module that is written as text, for one device of three."""
-    with compat.private("interpreters.mlir.make_ir_context")():
-        module = compat.private("interpreters.mlir.ir").Module.parse(text)
-        block = module.body.operations[0].regions[0].blocks[0]
-        parts = SimpleNamespace(mesh={}, axes=(), call_at_line=lambda operation, rule: rule())
-        return BlockReader(parts, OPERATION_RULES).run(block, arguments)
 
 
 def test_a_function_of_each_element():

@@ -1,0 +1,16 @@
+"""Modules of StableHLO that a test writes as text."""
+
+from types import SimpleNamespace
+
+from shardkit._jax import compat
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
+
+
+def run_text(text, *arguments):
+    """The results of a module, of one device: its mesh has no axes, and its groups name the devices that they like."""
+    with compat.private("interpreters.mlir.make_ir_context")():
+        module = compat.private("interpreters.mlir.ir").Module.parse(text)
+        block = module.body.operations[0].regions[0].blocks[0]
+        parts = SimpleNamespace(mesh={}, axes=(), call_at_line=lambda operation, rule: rule())
+        return BlockReader(parts, OPERATION_RULES).run(block, arguments)
