@@ -297,25 +297,23 @@ class DeviceGrid(NamedTuple):
     def tables(self) -> Iterator[GridTable]:
         """The tables, whose rows and columns are the last two dims: one for each index of the dims before.
 
-        Of a grid of [2, 4] one table of two rows and four columns; of [3, 2, 4] three of them.
+        Worked example: a grid of [3, 2, 4] is three tables of two rows and four columns. The second one has the cell
+        of the index (1, row, column) at each row and column, and the label of index 1 of dim 0 as its title.
         """
-        rows, columns = [[""], [""], *self.labels][-2:]
         outer_labels = self.labels[:-2]
-        outer_indices = product(*(range(len(labels)) for labels in outer_labels))
-        inner_shape = [range(len(labels)) for labels in self.labels[-2:]]
-        for outer in outer_indices:
-            inner = product(*inner_shape)
+        # A grid of one dim, [4], is one row of four columns: its dim of rows has one index, without a label.
+        row_labels, column_labels = [[""], [""], *self.labels][-2:]
+        dims_of_table = min(len(self.labels), 2)
+        for outer in product(*(range(len(labels)) for labels in outer_labels)):
             cells = []
-            for _ in rows:
+            for row in range(len(row_labels)):
                 row_cells = []
-                for _ in columns:
-                    row_cells.append(self.cells[*outer, *next(inner)])
+                for column in range(len(column_labels)):
+                    inner = (row, column)[2 - dims_of_table :]
+                    row_cells.append(self.cells[*outer, *inner])
                 cells.append(row_cells)
-            outer_names = []
-            for labels, index in zip(outer_labels, outer, strict=True):
-                outer_names.append(labels[index])
-            title = ", ".join(outer_names)
-            yield GridTable(title, list(rows), list(columns), cells)
+            names = [labels[index] for labels, index in zip(outer_labels, outer, strict=True)]
+            yield GridTable(", ".join(names), list(row_labels), list(column_labels), cells)
 
     def __str__(self) -> str:
         tables = list(self.tables())

@@ -48,7 +48,7 @@ def global_means(
     leaves, structure = jax.tree.flatten(dict(means), is_leaf=is_mean)
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, (name, mean) in enumerate(means_by_path(dict(means))):
-        axes = _axes_of_sum(name, mean, batch_axes, stage_axes)
+        axes = _find_axes_of_sum(name, mean, batch_axes, stage_axes)
         groups.setdefault(axes, []).append(number)
     # Means whose totals vary over the same axes share one collective, after the loss. A sum inside the loss would be
     # sent for each microbatch, and be divided before any device has the weight of all microbatches. Over an axis along
@@ -78,37 +78,61 @@ def _sum_together(means: Sequence[Mean], axes: tuple[str, ...]) -> list[Mean]:
     return [Mean(total, weight) for total, weight in zip(totals, weights, strict=True)]
 
 
-def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str], stage_axes: Collection[str]) -> tuple[str, ...]:
-    """The axes over which a mean is summed, after a check that its weight belongs to its total."""
+def _find_axes_of_sum(
+    name: str, mean: Mean, batch_axes: Collection[str], stage_axes: Collection[str]
+) -> tuple[str, ...]:
+    """The axes over which a mean is summed, after a check that its weight belongs to its total.
+
+    Worked example: on data=4, model=2, where "data" splits the batch. Both vary over
+
+        "data"               summed over "data"
+        "data", "model"      summed over both: each device has a part of the sum
+        the total over "data", the weight over no axis
+                             summed over "data": the weight counts once for each of the four devices
+        the total over "data", "model", the weight over "data"
+                             refused: the weight would count once for each of the two devices along "model"
+    """
     total_axes = varying_axes(mean.total)
     weight_axes = varying_axes(mean.weight)
     # Along an axis of one device nothing is counted twice, and what varies by an index along it is whole.
     counted = frozenset(axis for axis in total_axes | weight_axes if axis_size(axis) > 1)
-    further = sorted(counted & total_axes - frozenset(batch_axes))
-    if further and jnp.ndim(mean.total):
+    foreign_axes = sorted(counted & total_axes - frozenset(batch_axes))
+    if foreign_axes and jnp.ndim(mean.total):
         raise ValueError(
             f"Mean {name!r}: an array may vary only over the axes of the batch; got {kind(mean.total)}, which varies "
-            f"over {quoted(further)} too. Pass all_gather(..., replicated=True) of parts of the array, or "
+            f"over {quoted(foreign_axes)} too. Pass all_gather(..., replicated=True) of parts of the array, or "
             "all_reduce(...) of parts of a sum."
         )
+    unmatched = sorted(counted & _find_unmatched_axes(total_axes, weight_axes, batch_axes))
+    if unmatched:
+        remedy = _find_remedy(unmatched, foreign_axes, stage_axes)
+        raise ValueError(
+            f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
+            f"{quoted(sorted(total_axes))} and the weight over {quoted(sorted(weight_axes))}, which differ in "
+            f"{quoted(unmatched)}. {remedy}"
+        )
+    return tuple(sorted(total_axes | weight_axes))
+
+
+def _find_unmatched_axes(
+    total_axes: frozenset[str], weight_axes: frozenset[str], batch_axes: Collection[str]
+) -> frozenset[str]:
+    """The axes over which a total or its weight varies, and the other neither varies nor may be cast."""
     # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over
     # only some of the axes of the total would be counted again along the others.
     castable = frozenset[str]() if weight_axes else frozenset(batch_axes)
     missing_of_total = weight_axes - total_axes
-    missing_of_weight = (total_axes - weight_axes) - castable
-    wrong = sorted(counted & (missing_of_total | missing_of_weight))
-    if wrong:
-        example = ", as row_linear over a tp axis" if further else ""
-        remedy = f"Compute both from the same shards, or reduce both alike{example}."
-        stages = [axis for axis in wrong if axis in stage_axes]
-        if stages:
-            remedy = pipeline_remedy(stages)
-        raise ValueError(
-            f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
-            f"{quoted(sorted(total_axes))} and the weight over {quoted(sorted(weight_axes))}, which differ in "
-            f"{quoted(wrong)}. {remedy}"
-        )
-    return tuple(sorted(total_axes | weight_axes))
+    missing_of_weight = total_axes - weight_axes - castable
+    return missing_of_total | missing_of_weight
+
+
+def _find_remedy(unmatched: Sequence[str], foreign_axes: Sequence[str], stage_axes: Collection[str]) -> str:
+    """What to do where a total and its weight vary over different axes."""
+    stages = [axis for axis in unmatched if axis in stage_axes]
+    if stages:
+        return pipeline_remedy(stages)
+    example = ", as row_linear over a tp axis" if foreign_axes else ""
+    return f"Compute both from the same shards, or reduce both alike{example}."
 
 
 def combine_terms(terms: Sequence[Mean]) -> jax.Array:

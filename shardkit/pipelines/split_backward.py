@@ -177,40 +177,40 @@ def _label_program(program: _Program, steady: set[Any], results: Sequence[int], 
 
     The second half may compute the `steady` variables again. `at_hand` says of each argument whether the second half is
     passed it; any other argument that it reads is a residual.
+
+    Worked example: the last three equations of the module's example, where dw is labelled SECOND and dx FIRST.
+
+        dw = u @ dh          only the second half uses dw, and nothing else needs u @ dh: SECOND, and so are u and dh
+        u = transpose(x)     a view: the second half runs it, so that it uses x
+        dx = dh @ t          FIRST, and so are dh and t: dh is now used by both halves
     """
     variables = defaultdict[Any, int](int)
     equations = [0] * len(program.jaxpr.eqns)
     loops: dict[int, _Labels] = {}
     residuals: list[Any] = []
-
-    def mark(atoms: Iterable[Any], labels: Iterable[int]) -> None:
-        for v, label in zip(atoms, labels, strict=True):
-            if not _is_literal(v):
-                variables[v] |= label
-
-    mark(program.jaxpr.outvars, results)
+    _add_labels(variables, program.jaxpr.outvars, results)
+    # Backwards, so that all equations that read a result are labelled before the one that computes it.
     for number, equation in reversed([*enumerate(program.jaxpr.eqns)]):
-        result_labels = [variables[v] for v in equation.outvars]
-        # An equation that acts, as a print does, runs once, whether or not its results are used.
-        in_first = compat.acts(equation) or any(label & FIRST for label in result_labels)
-        first = FIRST if in_first else 0
-        stacks = []
+        uses = [variables[v] for v in equation.outvars]
+        first = _label_first(equation, uses)
         if number in program.loops:
-            loop = _label_loop(equation, program.loops[number], steady, result_labels)
+            loop = _label_loop(equation, program.loops[number], steady, uses)
             loops[number] = loop
             computed = loop.results
             operands = loop.arguments
             stacks = [(number, key) for key in loop.residuals]
         else:
-            computed = _label_results(equation, result_labels, first, steady)
+            computed = _label_results(equation, uses, first, steady)
             operands = [first | reduce(or_, computed, 0)] * len(equation.invars)
+            stacks = []
         equations[number] = first | reduce(or_, computed, 0)
-        for v, label, halves in zip(equation.outvars, result_labels, computed, strict=True):
-            if label & SECOND and not halves & SECOND:
+        # What the second half uses and does not compute, the first half hands to it.
+        for v, use, halves in zip(equation.outvars, uses, computed, strict=True):
+            if use & SECOND and not halves & SECOND:
                 residuals.append(v)
         residuals += stacks
-        mark(equation.outvars, [label & FIRST for label in computed])
-        mark(equation.invars, operands)
+        _add_labels(variables, equation.outvars, [halves & FIRST for halves in computed])
+        _add_labels(variables, equation.invars, operands)
 
     arguments = []
     for v, is_at_hand in zip(program.jaxpr.invars, at_hand, strict=True):
@@ -219,6 +219,21 @@ def _label_program(program: _Program, steady: set[Any], results: Sequence[int], 
             residuals.append(v)
         arguments.append(label if is_at_hand else label & FIRST)
     return _Labels(variables, arguments, equations, list(results), loops, residuals)
+
+
+def _add_labels(variables: dict[Any, int], atoms: Iterable[Any], labels: Iterable[int]) -> None:
+    """Adds halves to those that use variables already; literals have no labels."""
+    for v, label in zip(atoms, labels, strict=True):
+        if not _is_literal(v):
+            variables[v] |= label
+
+
+def _label_first(equation: Any, uses: Sequence[int]) -> int:
+    """FIRST if the first half must run an equation, from the halves that use its results; else 0."""
+    # An equation that acts, as a print does, runs once, whether or not its results are used.
+    if compat.acts(equation) or any(use & FIRST for use in uses):
+        return FIRST
+    return 0
 
 
 def _label_results(equation: Any, labels: Sequence[int], first: int, steady: set[Any]) -> list[int]:
@@ -377,18 +392,24 @@ def _explain_whole(program: _Program, labels: _Labels) -> str:
 
 
 def _find_maker(program: _Program, key: Any) -> Any:
-    """The equation, in the innermost loop, that computes a residual; None for an argument."""
-    number, variable = key if isinstance(key, tuple) else (None, key)
-    for n, equation in enumerate(program.jaxpr.eqns):
-        if variable not in equation.outvars:
+    """The equation, in the innermost loop, that computes a residual; None for an argument.
+
+    Worked example: the residual (3, h) is a stack of the values that h has in the rounds of the loop at equation 3. The
+    equation of that loop's body that has the result h computes it.
+    """
+    if isinstance(key, tuple):
+        number, variable_of_body = key
+        return _find_maker(program.loops[number], variable_of_body)
+    for number, equation in enumerate(program.jaxpr.eqns):
+        if key not in equation.outvars:
             continue
-        if n not in program.loops:
+        if number not in program.loops:
             return equation
-        number = n
-        variable = program.loops[n].jaxpr.outvars[equation.outvars.index(variable)]
-    if number is None:
-        return None
-    return _find_maker(program.loops[number], variable)
+        # The body of a loop returns the loop's results, in the same order.
+        body = program.loops[number]
+        position = equation.outvars.index(key)
+        return _find_maker(body, body.jaxpr.outvars[position])
+    return None
 
 
 def _is_view_primitive(name: str) -> bool:

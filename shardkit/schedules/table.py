@@ -260,21 +260,33 @@ def _assign_free_slots(
 
     In every tick of a segment all devices write a received and a saved value, whether anybody needs it or not. A value
     that moves at the end of a tick is written at the start of the next.
+
+    Worked example: in tick 3 device 0 receives an input that it needs, at slot 1, and device 1 receives one that it
+    does not need. At the start of tick 4 the slots 0 and 1 of device 1 hold inputs that it will read, and slot 2 is
+    free: the field `input_from_left` of tick 3, [1, nowhere], becomes [1, 2]. If there are only two slots, it becomes
+    [1, 2] too, which is beyond them: "inputs" is crowded.
     """
     crowded = set()
     for segment in segments:
-        fields = list(segment.moves)
-        if "F" in segment.ops:
-            fields.append("forward_saved")
-        if "I" in segment.ops:
-            fields.append("backward_kept")
-        for field in fields:
-            column = rows[segment.begin : segment.begin + segment.ticks, :, FIELDS.index(field)]
-            written = segment.begin + 1 if field in MOVES else segment.begin
+        ticks = slice(segment.begin, segment.begin + segment.ticks)
+        for field in _list_written_fields(segment):
             name = buffer_of(field)
-            free_slots = free[name][written : written + segment.ticks]
+            column = rows[ticks, :, FIELDS.index(field)]  # a view: what is written there is written to `rows`
+            free_slots = free[name][ticks]
+            if field in MOVES:
+                free_slots = free[name][ticks.start + 1 : ticks.stop + 1]
             np.copyto(column, free_slots, where=column == _NOWHERE, casting="unsafe")
             size = getattr(slots, name)
             if size and (column == size).any():
                 crowded.add(name)
     return frozenset(crowded)
+
+
+def _list_written_fields(segment: Segment) -> list[str]:
+    """The fields that say where all devices write a value in every tick of a segment."""
+    fields = list(segment.moves)
+    if "F" in segment.ops:
+        fields.append("forward_saved")
+    if "I" in segment.ops:
+        fields.append("backward_kept")
+    return fields
