@@ -121,27 +121,33 @@ def find_calls(operation: Any, target: str) -> Iterator[Any]:
 def name_combiner(block: Any) -> str | None:
     """The operation by which a region combines its two arguments; "" if it takes the second; None if it does more.
 
-    Conversions are left out, because rounding is not modelled: XLA adds bfloat16 as float32, and converts the sum back.
+    Conversions are left out, because rounding is not modelled. Worked example, a sum of bfloat16, which XLA adds as
+    float32. Its name is "stablehlo.add", as if the arguments were added as they are:
+
+        ^(%a, %b): %a32 = convert %a; %b32 = convert %b; %sum = add %a32, %b32; %back = convert %sum; return %back
     """
     *operations, last = list(block.operations)
     first, second = list(block.arguments)[:2]
-    sources: dict[Any, Any] = {}
+    unconverted: dict[Any, Any] = {}  # for each converted value the one before all conversions
     combiners = []
     for operation in operations:
         is_conversion = operation.operation.name == "stablehlo.convert"
         if is_conversion and is_float(operation.operands[0]) and is_float(operation.results[0]):
-            sources[operation.results[0]] = sources.get(operation.operands[0], operation.operands[0])
+            unconverted[operation.results[0]] = unconverted.get(operation.operands[0], operation.operands[0])
         else:
             combiners.append(operation)
-    result = sources.get(last.operands[0], last.operands[0])
+    result = unconverted.get(last.operands[0], last.operands[0])
+    # A scatter that overwrites: of the old element and its update it returns the update.
     if not combiners and result == second:
         return ""
     if len(combiners) != 1:
         return None
-    (operation,) = combiners
-    operands = {sources.get(value, value) for value in operation.operands}
-    combines = operands == {first, second} and result == operation.results[0]
-    return operation.operation.name if combines else None
+    [combiner] = combiners
+    operands = {unconverted.get(value, value) for value in combiner.operands}
+    if operands != {first, second} or result != combiner.results[0]:
+        return None
+    name: str = combiner.operation.name
+    return name
 
 
 def is_float(value: Any) -> bool:

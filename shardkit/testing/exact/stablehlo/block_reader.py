@@ -24,11 +24,11 @@ class BlockReader:
     """Runs blocks of operations, with traced arrays as values.
 
     Attributes:
-        module: whose blocks they are.
-        rules: of each operation, by its name.
+        module: the module of the blocks.
+        rules: for each operation its rule, by the name of the operation.
         values: the array of each value of the module; None for a part of a result that nothing may read.
-        buffers: the numbers in memory to which nothing was written, by the value that it is.
-        promised: the results of gathers that find all places, as the compiler promises.
+        buffers: unknowns for memory to which nothing was written, by the value of the module that is this memory.
+        promised: results of gathers of which the compiler promises that all indices are in bounds.
     """
 
     def __init__(self, module: ImportedModule, rules: Mapping[str, Callable[..., Any]], buffers: Sequence[Any] = ()):
@@ -63,7 +63,8 @@ class BlockReader:
     def vary(self, x: Any) -> Any:
         """A constant, typed as one that may differ between devices, as all values of a module are.
 
-        So what a loop hands on has the same type before and after each iteration, whatever the compiler found out.
+        Otherwise a loop that begins with a constant 0, and adds a value of the device to it in each round, would carry
+        another type after a round than before it, and jax would refuse it.
         """
         return vary(jnp.asarray(x), self.module.axes)
 

@@ -14,6 +14,7 @@ from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 
 
 def _call_region(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """A fusion, which runs the operations of its region one after the other."""
     return reader.run(find_body(operation), operands)
 
 
@@ -22,6 +23,7 @@ def _call_function(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """A while loop, whose operands are the first values of what it carries; its regions are a test and a body."""
     test = reader.make_function(find_body(operation, 0))
     body = reader.make_function(find_body(operation, 1))
 
@@ -36,11 +38,15 @@ def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _choose_branch(reader: BlockReader, operation: Any, which: Any, *operands: Any) -> Any:
+    """A case or an if, whose regions are its branches.
+
+    Worked example: a case of three branches runs branch 1 for the number 1, and branch 2 for 2, 7 and -1.
+    """
     blocks = [region.blocks[0] for region in operation.regions]
     branches = [reader.make_function(block) for block in blocks]
     if which.dtype == np.bool_:  # a branch for true, then one for false
         return list(lax.switch(lax.convert_element_type(which, np.int32), branches[::-1]))
-    # A number without a branch means the last one here, also below zero, which jax takes for the first.
+    # Of a number without a branch a module runs the last one. jax runs the first one for numbers below zero.
     last = len(branches) - 1
     return list(lax.switch(jnp.where(which < 0, last, which), branches))
 

@@ -1,8 +1,11 @@
-"""A serialized module, opened so that its instructions can be written otherwise.
+"""A serialized module, opened so that its instructions can be changed and written again.
 
 Only the fields that rewriting needs are read; all others are written as they were. Field numbers are those of xla's
 `hlo.proto` and `xla_data.proto`. For example `open_module(data).write()` is a module with the same instructions,
-without the order in which they run.
+without the order in which they run: an order that leaves out a new instruction would be invalid.
+
+Worked example: `%y = f32[8] add(%x, %x)` is WrittenInstruction(number 2, name "y", opcode "add", operands [1, 1], the
+ShapeProto of f32[8], others), where `others` has the line of the source and whatever else is of no concern here.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class WrittenInstruction:
 
     @classmethod
     def of(cls, data: bytes) -> WrittenInstruction:
-        """That of a serialized HloInstructionProto."""
+        """Reads a serialized HloInstructionProto."""
         fields = message(data)
         others = _list_others(data, (_NAME, _OPCODE, _SHAPE, _NUMBER, _OPERANDS, _WAITS_FOR))
         return cls(
@@ -107,7 +110,7 @@ class WrittenComputation:
 
     @classmethod
     def of(cls, data: bytes) -> WrittenComputation:
-        """That of a serialized HloComputationProto."""
+        """Reads a serialized HloComputationProto."""
         fields = message(data)
         others = _list_others(data, (_INSTRUCTION, _ROOT))
         return cls([WrittenInstruction.of(part) for part in fields[_INSTRUCTION]], integer(fields, _ROOT), others)
@@ -145,7 +148,7 @@ class OpenModule:
 
 
 def open_module(serialized: bytes) -> OpenModule:
-    """That of a serialized HloModuleProto."""
+    """Reads a serialized HloModuleProto."""
     others = _list_others(serialized, (_COMPUTATION, _SCHEDULE))
     computations = [WrittenComputation.of(data) for data in message(serialized)[_COMPUTATION]]
     return OpenModule(computations, others)

@@ -41,22 +41,21 @@ def _take_top(reader: BlockReader, operation: Any, x: Any) -> Any:
 
 
 def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *others: Any) -> Any:
-    """cuBLAS: epilogue(alpha x y + beta c), and a workspace that nothing may read.
+    """A matrix product of cuBLAS: epilogue(alpha x y + beta c), and a workspace that nothing may read.
 
-    Which dims are contracted is said as of a dot, by GemmBackendConfig of xla's `backend_configs.proto`. A bias is not
-    known: along which dims it is added depends on the layout of the result, which StableHLO does not say.
+    Which dims are contracted is said as of a dot, by GemmBackendConfig of xla's `backend_configs.proto`. An epilogue
+    with a bias is refused: along which dim a bias is added depends on the layout of the result, which StableHLO does
+    not have.
+
+    Worked example: x [4, 3], y [3, 5] and c [4, 5] with alpha_real 0.5, beta 1, epilogue RELU and the contracted dims
+    1 and 0 is max(0.5 x y + c, 0), [4, 5].
     """
     config = json.loads(operation.attributes["backend_config"].value)["gemm_backend_config"]
     result = operation.results[0].type
     is_tuple = hasattr(result, "num_types")
     if is_tuple:
         result = result.get_type(0)
-    for name in config:
-        if name not in _PLAIN_MATMUL and name not in _READ_OF_MATMUL:
-            raise _refuse(operation, f"the setting {name}")
-    for name, value in _PLAIN_MATMUL.items():
-        if config.get(name, value) != value:
-            raise _refuse(operation, f"{name} {config[name]}")
+    _check_settings(operation, config)
     epilogue = config.get("epilogue", "DEFAULT")
     if epilogue not in _EPILOGUES:
         raise _refuse(operation, f"the epilogue {epilogue}")
@@ -64,15 +63,12 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
     beta = config.get("beta", 0)
     if len(others) != int(beta != 0):
         raise _refuse(operation, f"{2 + len(others)} operands")
-    numbers = config["dot_dimension_numbers"]
-    contracted = (_read_dims(numbers, "lhs_contracting"), _read_dims(numbers, "rhs_contracting"))
-    shared = (_read_dims(numbers, "lhs_batch"), _read_dims(numbers, "rhs_batch"))
     dtype = find_dtype(result)
     # cuBLAS scales and adds before it rounds to the dtype of the result.
     compute_dtype = np.float64 if dtype == np.float64 else np.float32
     x = lax.convert_element_type(x, compute_dtype)
     y = lax.convert_element_type(y, compute_dtype)
-    product = lax.dot_general(x, y, (contracted, shared))
+    product = lax.dot_general(x, y, _read_dimension_numbers(config))
     if np.shape(product) != tuple(result.shape):
         raise _refuse(operation, "a result of another shape than that of its product")
     # The factors are numbers of the program, as 1 or 0.125.
@@ -84,7 +80,26 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
     total = lax.convert_element_type(total, dtype)
     if not is_tuple:
         return total
+    # Behind the product stands the workspace: None, which no operation may read.
     return (total, *[None] * (operation.results[0].type.num_types - 1))
+
+
+def _check_settings(operation: Any, config: dict[str, Any]) -> None:
+    """Refuses a product with settings that may change its numbers."""
+    for name in config:
+        if name not in _PLAIN_MATMUL and name not in _READ_OF_MATMUL:
+            raise _refuse(operation, f"the setting {name}")
+    for name, value in _PLAIN_MATMUL.items():
+        if config.get(name, value) != value:
+            raise _refuse(operation, f"{name} {config[name]}")
+
+
+def _read_dimension_numbers(config: dict[str, Any]) -> Any:
+    """The dims of a product that are contracted and those that both operands have, as `lax.dot_general` takes them."""
+    numbers = config["dot_dimension_numbers"]
+    contracted = (_read_dims(numbers, "lhs_contracting"), _read_dims(numbers, "rhs_contracting"))
+    shared = (_read_dims(numbers, "lhs_batch"), _read_dims(numbers, "rhs_batch"))
+    return contracted, shared
 
 
 def _read_dims(numbers: Any, name: str) -> tuple[int, ...]:
@@ -102,15 +117,15 @@ _READ_OF_MATMUL = {
     *("alpha_real", "beta", "dot_dimension_numbers", "epilogue"),
     *("selected_algorithm", "precision_config", "lhs_stride", "rhs_stride", "autotune_workspace_size"),
 }
-# What must hold for a product of real numbers that are not scaled; a field that is not there has this value.
+# Settings that must have these values, those of a plain product of real numbers; one that is absent has its value.
 _PLAIN_MATMUL = {"alpha_imag": 0, "grad_x": False, "grad_y": False, "damax_output": False, "scale_mode": 0}
 
 
 def _allocate(reader: BlockReader, operation: Any) -> Any:
-    """Memory to which nothing was written: any numbers, on which no result may depend.
+    """Memory to which nothing was written: unknowns, so that a result that depends on them differs from every other.
 
-    It is others each time that the operation runs, so one that runs twice is refused; and so is one of integers, of
-    which a few values stand for all, as the two of a boolean.
+    Each run of the operation finds other numbers there. There is one array of unknowns, so an operation that may run
+    twice is refused. Integers are no unknowns in a field, so memory of integers is refused too.
     """
     value = operation.results[0]
     if not is_float(value):
@@ -121,6 +136,7 @@ def _allocate(reader: BlockReader, operation: Any) -> Any:
 
 
 def _is_in_loop(operation: Any) -> bool:
+    """Whether an operation stands in a region of a while loop, at any depth."""
     around = operation.operation.parent
     while around is not None:
         inner = getattr(around, "operation", around)
@@ -131,10 +147,10 @@ def _is_in_loop(operation: Any) -> bool:
 
 
 def _assume_in_bounds(reader: BlockReader, operation: Any, indices: Any) -> Any:
-    """Indices, and a promise of the compiler that a gather by them finds all places.
+    """Indices, and the compiler's promise that they are in bounds for the gathers that read them.
 
-    What it finds where there is none is not said. So each gather of these indices fills in a number there that no
-    program writes; and where another operation reads them, the call has no meaning.
+    What a gather returns if the promise is broken is not said. So it returns a number of no program there, and the
+    result differs. Where another operation reads the indices, the call has no meaning.
     """
     waiting = [operation.results[0]]
     while waiting:

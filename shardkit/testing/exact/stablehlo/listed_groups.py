@@ -18,12 +18,17 @@ from shardkit.testing.exact.stablehlo.instructions import WrittenComputation
 def list_groups(computation: WrittenComputation) -> None:
     """Gives each collective of a computation its groups as lists."""
     for instruction in computation.instructions:
-        groups = read_groups(message(b"".join(field for _, field in instruction.others)))
-        if groups:
-            others = [part for part in instruction.others if part[0] not in _GROUPS]
-            for group in groups:
-                others.append((LISTS, write_field(LISTS, b"".join(write_field(1, device) for device in group))))
-            instruction.others = others
+        fields = b"".join(field for _, field in instruction.others)
+        groups = read_groups(message(fields))
+        if not groups:
+            continue
+        # Of the fields that may say the groups, one is left.
+        others = [(number, field) for number, field in instruction.others if number not in _GROUPS]
+        for group in groups:
+            devices = b"".join(write_field(_DEVICE, device) for device in group)
+            others.append((LISTS, write_field(LISTS, devices)))
+        instruction.others = others
 
 
 _GROUPS = (MESH_AXES, IOTA, COLLECTIVE_DEVICES, LISTS)
+_DEVICE = 1  # of a ReplicaGroup, the number of one of its devices

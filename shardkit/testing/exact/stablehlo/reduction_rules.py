@@ -47,6 +47,9 @@ def _fold(
     reader: BlockReader, body: Any, arrays: Sequence[Any], starts: Sequence[Any], dims: Sequence[int]
 ) -> list[Any]:
     """A reduction by any function: elements of the reduced dims one after the other, those of other dims at once."""
+    # Worked example: the argmax of x [2, 3] over dim 1 is a reduction of x and of the places 0, 1, 2 together. The
+    # region takes the largest number so far with its place, and one more element with its place. It is run three times,
+    # on arrays [2].
     flat = []
     for x in arrays:
         # [..., n]: the reduced dims become one dim behind all others.
@@ -81,7 +84,10 @@ REDUCTIONS = {
 
 
 def _reduce_windows(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """A reduction of windows, as of pooling: by lax from the neutral element, then combined with the start."""
+    """A reduction of windows, as of pooling: by lax from the neutral element, then combined with the start.
+
+    jax has primitives only for windows that begin with the neutral element, as -inf for a maximum.
+    """
     if len(operands) != 2:
         raise UnreadableError("reduce_window of several arrays")
     x, start = operands
@@ -152,14 +158,9 @@ def _sort(reader: BlockReader, operation: Any, *operands: Any) -> Any:
         # [..., i, j]: element i, and element j.
         firsts.append(lax.broadcast_in_dim(x, shape, tuple(range(rank - 1))))
         seconds.append(lax.broadcast_in_dim(x, shape, (*range(rank - 2), rank - 1)))
-    pairs = []
-    for first, second in zip(firsts, seconds, strict=True):
-        pairs += [second, first]
-    (is_before,) = comes_before(*pairs)  # whether j comes before i
-    reversed_pairs = []
-    for first, second in zip(firsts, seconds, strict=True):
-        reversed_pairs += [first, second]
-    (is_after,) = comes_before(*reversed_pairs)
+    # The comparison takes two elements of each array, one array after the other: a_j, a_i, b_j, b_i.
+    (is_before,) = comes_before(*_interleave(seconds, firsts))  # whether j comes before i
+    (is_after,) = comes_before(*_interleave(firsts, seconds))
     earlier = lax.broadcasted_iota(np.int32, shape, rank - 1) < lax.broadcasted_iota(np.int32, shape, rank - 2)
     counts = is_before | (~is_after & earlier)
     places = lax.reduce_sum(lax.convert_element_type(counts, np.int32), axes=(rank - 1,))
@@ -172,6 +173,14 @@ def _sort(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     for x in arrays:
         results.append(jnp.moveaxis(jnp.take_along_axis(x, order, -1, mode="clip"), -1, dim))
     return results
+
+
+def _interleave(firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
+    """Two lists as one, in turn: of [a, b] and [c, d] the list [a, c, b, d]."""
+    interleaved = []
+    for first, second in zip(firsts, seconds, strict=True):
+        interleaved += [first, second]
+    return interleaved
 
 
 REDUCTION_RULES: dict[str, Callable[..., Any]] = {

@@ -58,6 +58,7 @@ def _make_iota(reader: BlockReader, operation: Any) -> Any:
 def _compare(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
     """Compares numbers; floats also in IEEE's total order, in which -0 is less than 0, and infinity less than NaN."""
     direction = compat.hlo_text(operation.attributes["comparison_direction"])
+    # Integers that are the places of two floats in that order: the floats are compared.
     first, second = [_find_total_order(value) for value in operation.operands]
     if first is not None and second is not None and direction in _ORDERINGS:
         return _compare_in_total_order(direction, reader.values[first], reader.values[second])
@@ -97,39 +98,64 @@ def _find_total_order(value: Any) -> Any:
         -1.0    -0x40800000     -0x3f800001 = -1065353217
         -2.0    -0x40000000     -0x40000001 = -1073741825
     """
+    # select(bits < 0, bits ^ 0x7fffffff, bits), where the bits are a bitcast of the float
     select = find_definition(value, "stablehlo.select")
     if select is None:
         return None
-    is_negative, flipped, plain = select.operands
-    bits = find_definition(plain, "mhlo.bitcast", "stablehlo.bitcast_convert")
-    flip = find_definition(flipped, "stablehlo.xor")
-    test = find_definition(is_negative, "stablehlo.compare")
-    if bits is None or flip is None or test is None:
+    is_negative, flipped, bits = select.operands
+    bitcast = find_definition(bits, "mhlo.bitcast", "stablehlo.bitcast_convert")
+    mask = _find_xor_mask(flipped, bits)
+    if bitcast is None or mask is None or not _is_below_zero(is_negative, bits):
         return None
-    masks = [find_definition(other, "stablehlo.constant") for other in flip.operands if other != plain]
-    zero = find_definition(test.operands[1], "stablehlo.constant")
-    same_bits = len(masks) == 1 and test.operands[0] == plain
-    if not same_bits or masks[0] is None or zero is None:
-        return None
-    if compat.hlo_text(test.attributes["comparison_direction"]) != "LT" or read_constant(zero) != 0:
-        return None
-    number = bits.operands[0]
-    integer = find_dtype(plain.type)
+    number = bitcast.operands[0]
+    integer = find_dtype(bits.type)
     if not is_float(number) or not jnp.issubdtype(integer, jnp.signedinteger):
         return None
-    if read_constant(masks[0]) != jnp.iinfo(integer).max:
+    if mask != jnp.iinfo(integer).max:
         return None
     # An `mhlo.bitcast` may change the shape or the layout too: then the float's elements are at other places.
-    layouts = [read_integers(bits, name) for name in ("source_layout", "result_layout")]
-    if list(number.type.shape) != list(plain.type.shape) or layouts[0] != layouts[1]:
+    source_layout = read_integers(bitcast, "source_layout")
+    result_layout = read_integers(bitcast, "result_layout")
+    if list(number.type.shape) != list(bits.type.shape) or source_layout != result_layout:
         return None
     return number
 
 
-def _unless_ordered(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule of an operation that may be one of those by which a compiler orders floats: then nothing reads its result.
+def _find_xor_mask(value: Any, bits: Any) -> Any:
+    """The number m of a value that is `bits ^ m`; None if it is something else."""
+    flip = find_definition(value, "stablehlo.xor")
+    if flip is None:
+        return None
+    masks = [operand for operand in flip.operands if operand != bits]
+    if len(masks) != 1:
+        return None
+    return _find_constant(masks[0])
 
-    A loop runs what nothing reads, and these are operations on the bits of floats, which have no meaning.
+
+def _is_below_zero(mask: Any, bits: Any) -> bool:
+    """Whether a mask is `bits < 0`."""
+    test = find_definition(mask, "stablehlo.compare")
+    if test is None or test.operands[0] != bits:
+        return False
+    if compat.hlo_text(test.attributes["comparison_direction"]) != "LT":
+        return False
+    return bool(_find_constant(test.operands[1]) == 0)
+
+
+def _find_constant(value: Any) -> Any:
+    """The number of a constant value; None if it is no constant, or its elements differ."""
+    constant = find_definition(value, "stablehlo.constant")
+    if constant is None:
+        return None
+    return read_constant(constant)
+
+
+def _unless_ordered(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of an operation by which a compiler may put floats in order, as `_find_total_order` describes.
+
+    The comparison of two floats in the total order does not read such an operation, but the two floats. So its result
+    is zeros that nothing reads. Without them it would be computed all the same, if it stands in a loop, and then it has
+    no meaning: it computes with the bits of floats.
     """
 
     def apply(reader: BlockReader, operation: Any, *operands: Any) -> Any:
@@ -141,20 +167,25 @@ def _unless_ordered(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _serves_order(operation: Any) -> bool:
-    """Whether all that reads an operation, at the end, are comparisons of floats by `_find_total_order`."""
+    """Whether an operation only serves to compare floats by `_find_total_order`: all paths from it end there.
+
+    Worked example: `bits ^ 0x7fffffff` is read by a select, which is read by a comparison of two such selects.
+    """
     readers = [use.owner.operation for use in operation.results[0].uses]
     if not readers:
         return False
     if operation.name != "stablehlo.select":
         return all(reader.name in _ORDERING and _serves_order(reader) for reader in readers)
-    for reader in readers:
-        if reader.name != "stablehlo.compare":
-            return False
-        if compat.hlo_text(reader.attributes["comparison_direction"]) not in _ORDERINGS:
-            return False
-        if any(_find_total_order(value) is None for value in reader.operands):
-            return False
-    return True
+    return all(_compares_floats(reader) for reader in readers)
+
+
+def _compares_floats(comparison: Any) -> bool:
+    """Whether an operation compares two floats in the total order, by their bits."""
+    if comparison.name != "stablehlo.compare":
+        return False
+    if compat.hlo_text(comparison.attributes["comparison_direction"]) not in _ORDERINGS:
+        return False
+    return all(_find_total_order(value) is not None for value in comparison.operands)
 
 
 _ORDERING = ("stablehlo.select", "stablehlo.xor", "stablehlo.compare")

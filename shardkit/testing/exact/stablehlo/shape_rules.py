@@ -106,7 +106,8 @@ def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     return converted
 
 
-# What stands for the result of a gather that a compiler wrongly promised to find all places: a number of no program.
+# What a gather returns where an index is out of bounds, though the compiler promised that none is: a number that no
+# program writes, so that a result that reads it differs.
 _OF_NO_PLACE = 0.7310585786300049
 
 

@@ -10,8 +10,10 @@ Worked example, of which `%start` has the type (f32[2], f32[8]):
     %whole = f32[8] all-gather-done(%start)                    ROOT %sum = add(%start, %y)
     ROOT %sum = add(%whole, %y)
 
-A start that has no end in its computation, or that something else reads, stays as it is, and has no meaning.
-What only says what runs first, an add-dependency on an after-all, is its first operand.
+A start stays as it is, and has no meaning, if it has no end in its computation or if another instruction reads it.
+
+Some instructions say only what runs first. `%later = add-dependency(%x, %token)` is the array %x, to be used when
+%token is there, and `%token = after-all(%y)` is there when %y is. So what reads %later reads %x in its place.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from shardkit.testing.exact.stablehlo.instructions import WrittenComputation, Wr
 
 
 class _Pair(NamedTuple):
-    """How a start is written as one operation: what ends it, what passes it on, and the operation."""
+    """How a start is written as one operation.
+
+    Attributes:
+        done: the opcode of what ends the start.
+        update: the opcode of what passes it on, before the end; "" if there is none.
+        opcode: that of the one operation.
+    """
 
     done: str
     update: str
@@ -41,59 +49,84 @@ _PAIRS = {
 
 def wait_for_starts(computation: WrittenComputation) -> None:
     """Writes each start with its end as one operation, and leaves out what only says what runs first."""
+    # For each instruction that goes, by its number: the number of the one that is read in its place.
+    replacements = _join_starts(computation)
+    for instruction in computation.instructions:
+        if instruction.opcode == "add-dependency":
+            array = instruction.operands[0]
+            replacements[instruction.number] = replacements.get(array, array)
+    if replacements:
+        _replace_instructions(computation, replacements)
+        _drop_unread_tokens(computation)
+
+
+def _join_starts(computation: WrittenComputation) -> dict[int, int]:
+    """Makes each start with an end the whole operation, and says for each of its ends the start.
+
+    Worked example: of the module's example {number of %whole: number of %start}, where %start is an all-gather now.
+    """
     readers: dict[int, list[WrittenInstruction]] = {}
     for instruction in computation.instructions:
         for operand in set(instruction.operands):
             readers.setdefault(operand, []).append(instruction)
-    results: dict[int, int] = {}  # the start whose result an end or an update is
+    starts = {}
     for start in computation.instructions:
         if start.opcode not in _PAIRS:
             continue
         ends = _find_ends(start, readers, computation.root)
-        if ends:
-            results.update({end.number: start.number for end in ends})
-            start.shape = ends[-1].shape
-            start.opcode = _PAIRS[start.opcode].opcode
-    for instruction in computation.instructions:
-        if instruction.opcode == "add-dependency":
-            first = instruction.operands[0]
-            results[instruction.number] = results.get(first, first)
-    if not results:
-        return
+        if not ends:
+            continue
+        for end in ends:
+            starts[end.number] = start.number
+        start.shape = ends[-1].shape
+        start.opcode = _PAIRS[start.opcode].opcode
+    return starts
+
+
+def _replace_instructions(computation: WrittenComputation, replacements: dict[int, int]) -> None:
+    """Leaves out instructions, where others are read in their place."""
     kept = []
     for instruction in computation.instructions:
-        if instruction.number not in results:
-            instruction.operands = [results.get(operand, operand) for operand in instruction.operands]
+        if instruction.number not in replacements:
+            instruction.operands = [replacements.get(operand, operand) for operand in instruction.operands]
             kept.append(instruction)
-    computation.root = results.get(computation.root, computation.root)
+    computation.instructions = kept
+    computation.root = replacements.get(computation.root, computation.root)
+
+
+def _drop_unread_tokens(computation: WrittenComputation) -> None:
+    """Leaves out each after-all that nothing reads: without its add-dependency it has no purpose."""
     read = {computation.root}
-    for instruction in kept:
+    for instruction in computation.instructions:
         read.update(instruction.operands)
-    computation.instructions = []
-    for instruction in kept:
+    kept = []
+    for instruction in computation.instructions:
         if instruction.opcode != "after-all" or instruction.number in read:
-            computation.instructions.append(instruction)
+            kept.append(instruction)
+    computation.instructions = kept
 
 
 def _find_ends(
     start: WrittenInstruction, readers: dict[int, list[WrittenInstruction]], root: int
 ) -> list[WrittenInstruction]:
-    """The updates of a start in their order, and its end; none if it is not read by these alone, one after the other.
+    """The updates of a start in their order, and its end; none if other instructions read it.
 
-    A start that is the root of its computation ends elsewhere, and one with other operands than the arrays that it
-    sends, as places in them, is another function.
+    Worked example: `%s = async-start(%x)`, `%u = async-update(%s)`, `%e = async-done(%u)` has the ends %u and %e. If
+    something else reads %s too, it has none.
     """
     pair = _PAIRS[start.opcode]
     ends: list[WrittenInstruction] = []
     last = start
     while last.opcode != pair.done:
         after = readers.get(last.number, [])
+        # The root of a computation is read by whatever calls the computation: it ends elsewhere.
         if len(after) != 1 or last.number == root:
             return []
         [last] = after
         if last.opcode not in (pair.done, pair.update) or len(last.operands) != 1:
             return []
         ends.append(last)
+    # With further operands, as places in the arrays that are sent, it is another function.
     if pair.opcode != "call" and len(list_parts(last.shape)) != len(start.operands):
         return []
     return ends

@@ -5,10 +5,12 @@ this. A bitcast returns the same bytes as another shape, and jaxlib reads it as 
 the dims of its layouts. Whether that is its meaning is asked here of each element. For example
 
     f32[16,128]{1,0:T(8,128)} to f32[2,8,128]{2,1,0:T(8,128)}        element n of the one is element n of the other
-    f32[16,256]{1,0:T(8,128)} to f32[2,2,8,128]{3,2,1,0:T(8,128)}    not so: the dims of the one are the tiles
+    f32[16,256]{1,0:T(8,128)} to f32[2,2,8,128]{3,2,1,0:T(8,128)}    not so: the dims of the other are the tiles
 
-The second one becomes a call of READ_PLACES with a table of which element is where, and one that reads the padding of a
-tile, in which nobody knows what is, a call that has no meaning.
+The first bitcast stays. The second one becomes a call of READ_PLACES, with a table that says for each element of the
+result which element of the operand is in its place: 0, 1, ..., 127, then 256, because the second row of the first tile
+begins behind the first row of the operand. A bitcast that reads the padding of a tile becomes a call without a meaning,
+because nothing says which numbers are there.
 
 Source: https://openxla.org/xla/tiled_layout
 """
@@ -29,6 +31,7 @@ from shardkit.testing.exact.stablehlo.instructions import (
     TARGET,
     TYPE,
     OpenModule,
+    WrittenComputation,
     WrittenInstruction,
 )
 
@@ -60,15 +63,22 @@ def drop_tilings(module: OpenModule) -> None:
     module.others = [_drop_in_program_shape(number, field) for number, field in module.others]
     for computation in module.computations:
         computation.others = [_drop_in_program_shape(number, field) for number, field in computation.others]
-        instructions = computation.by_number()
-        for instruction in computation.instructions:
-            if instruction.opcode == "bitcast":
-                operand = instructions[instruction.operands[0]]
-                if not keeps_order(operand.shape, instruction.shape):
-                    _write_as_call(instruction, find_elements(operand.shape, instruction.shape))
+        _write_bitcasts(computation)
+        # After all bitcasts, which look at the tiles of their operands.
         for instruction in computation.instructions:
             instruction.shape = _drop_in_shape(instruction.shape)
             instruction.others = [_drop_in_field(number, field) for number, field in instruction.others]
+
+
+def _write_bitcasts(computation: WrittenComputation) -> None:
+    """Makes each bitcast that needs tiles a call."""
+    instructions = computation.by_number()
+    for instruction in computation.instructions:
+        if instruction.opcode != "bitcast":
+            continue
+        operand = instructions[instruction.operands[0]]
+        if not keeps_order(operand.shape, instruction.shape):
+            _write_as_call(instruction, find_elements(operand.shape, instruction.shape))
 
 
 def _write_as_call(instruction: WrittenInstruction, elements: Sequence[int] | None) -> None:
@@ -132,29 +142,32 @@ def keeps_order(source: bytes, target: bytes) -> bool:
     if not (_list_tiles(source) or _list_tiles(target)):
         return True
     if integer(message(source), TYPE) != integer(message(target), TYPE):
-        return False  # of other bits, maybe, which pack otherwise
-    places = _find_places(source)
-    others = _find_places(target)
-    if places is None or others is None:
+        return False  # elements of another type may have another number of bits, and so other places
+    source_places = _find_places(source)
+    target_places = _find_places(target)
+    if source_places is None or target_places is None:
         return False
-    return bool(np.array_equal(_in_order(places, source), _in_order(others, target)))
+    return bool(np.array_equal(_in_order(source_places, source), _in_order(target_places, target)))
 
 
 @lru_cache(4096)
 def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
-    """For each element of the result of a bitcast the number of the operand's that is in its place.
+    """For each element of the result of a bitcast, the number of the element of the operand in the same place.
 
     None if some place has no element.
     """
-    places = _find_places(source)
-    others = _find_places(target)
+    source_places = _find_places(source)
+    target_places = _find_places(target)
     of_one_type = integer(message(source), TYPE) == integer(message(target), TYPE)
-    if places is None or others is None or not of_one_type:
+    if source_places is None or target_places is None or not of_one_type:
         return None
-    elements = {int(place): number for number, place in enumerate(places.ravel())}
-    if not all(int(place) in elements for place in others.ravel()):
-        return None
-    return tuple(elements[int(place)] for place in others.ravel())
+    elements = {int(place): number for number, place in enumerate(source_places.ravel())}
+    numbers = []
+    for place in target_places.ravel():
+        if int(place) not in elements:
+            return None  # padding of the operand
+        numbers.append(elements[int(place)])
+    return tuple(numbers)
 
 
 def _in_order(places: np.ndarray, shape: bytes) -> np.ndarray:
@@ -180,27 +193,37 @@ def _list_tiles(shape: bytes) -> list[tuple[int, ...]]:
 def _find_places(shape: bytes) -> np.ndarray | None:
     """Where each element is stored; None if that is not known.
 
-    For example [4, 3] in tiles of [2, 2]: the rows are padded to 4, and the first one has the places 0, 1, 4.
+    Worked example: [4, 3] in tiles of [2, 2]. The rows are padded to 4, for two tiles side by side:
+
+        0   1   4           element (0, 2) is the first of the second tile: place 4. Place 5 is padding.
+        2   3   6
+        8   9  12
+        10  11  14
     """
     dims = integers(message(shape), _DIMS)
     order = _read_order(shape)
     sizes = [dims[dim] for dim in order]
-    coordinates = list(np.indices(sizes, np.int64, sparse=True))
     places = np.zeros(sizes, np.int64)
-    if places.size != 1:  # a single element is the first, in all tiles
-        for tile in _list_tiles(shape):
-            if len(tile) > len(sizes) or any(size >= _WHOLE_DIM for size in tile):
-                return None
-            sizes, coordinates = _cut_tiles(sizes, coordinates, tile)
-        for size, coordinate in zip(sizes, coordinates, strict=True):
-            places = places * size + coordinate
-    return places.transpose(np.argsort(order)) if order else places
+    if places.size == 1:  # a single element is the first, in all tiles
+        return places.reshape(dims)
+    coordinates = list(np.indices(sizes, np.int64, sparse=True))
+    for tile in _list_tiles(shape):
+        if len(tile) > len(sizes) or any(size >= _WHOLE_DIM for size in tile):
+            return None
+        sizes, coordinates = _cut_tiles(sizes, coordinates, tile)
+    for size, coordinate in zip(sizes, coordinates, strict=True):
+        places = places * size + coordinate
+    return places.transpose(np.argsort(order))
 
 
 def _cut_tiles(
     sizes: Sequence[int], coordinates: Sequence[np.ndarray], tile: Sequence[int]
 ) -> tuple[list[int], list[np.ndarray]]:
-    """The dims after one tiling: the last ones become the numbers of tiles, and then the places in a tile."""
+    """The dims after one tiling: the last ones become the numbers of tiles, and then the places in a tile.
+
+    Worked example: [4, 3] in tiles of [2, 2] is [2, 2, 2, 2], and the element (1, 2) has the coordinates (0, 1, 1, 0):
+    tile (0, 1), and in it the place (1, 0).
+    """
     first = len(sizes) - len(tile)
     new_sizes = list(sizes[:first])
     new_coordinates = list(coordinates[:first])

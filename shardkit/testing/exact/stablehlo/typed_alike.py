@@ -1,9 +1,17 @@
-"""Writes operations that the compilers know and StableHLO does not as ones that it does, before jaxlib reads a module.
+"""Writes operations that StableHLO does not have in operations that it has, before jaxlib reads a module.
 
-- A reduce-scatter or a permute of several arrays is one of each array, and a tuple of their results.
-- A TPU's compiler makes bfloat16 of float32 in an operation of another kind, as `bf16[8] pad(bf16[6], f32[])`: xla
-  calls that mixed precision. Here it is a conversion, and then the operation of one dtype; of several arrays, the
-  operation in float32, and then conversions.
+- A reduce-scatter or a permute of two arrays becomes two of one array each, and a tuple of their results:
+
+      %r = (f32[2], f32[3]) reduce-scatter(%x, %y)      %r.7 = f32[2] reduce-scatter(%x)
+                                                        %r.8 = f32[3] reduce-scatter(%y)
+                                                        %r = tuple(%r.7, %r.8)
+
+- Operations of mixed precision, as xla calls them, have floats of two dtypes. A TPU's compiler makes them, where they
+  save a conversion. They become a conversion and the operation of one dtype; an operation of several arrays is done in
+  float32, and its results are converted:
+
+      %p = bf16[8] pad(%x, %zero), of f32[] %zero       %p.9 = bf16[] convert(%zero)
+                                                        %p = bf16[8] pad(%x, %p.9)
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ def split_arrays(computation: WrittenComputation) -> None:
     written = []
     for instruction in computation.instructions:
         shapes = list_parts(instruction.shape)
+        # A collective with further operands, as places in the arrays, is another function: it stays.
         if instruction.opcode in _OF_ONE_ARRAY and 1 < len(shapes) == len(instruction.operands):
             parts = []
             for operand, shape in zip(instruction.operands, shapes, strict=True):
@@ -67,7 +76,10 @@ def convert_floats(computation: WrittenComputation) -> None:
 def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: int) -> list[WrittenInstruction]:
     """What stands before an operation, so that it is one of a single dtype; its instruction is changed.
 
-    Of several arrays, it is an operation of float32 before the instruction, which becomes a tuple of converted results.
+    Args:
+        instruction: the operation.
+        shapes: the shape of each instruction of the computation, by its number.
+        number: the first number that no instruction has.
     """
     parts = list_parts(instruction.shape)
     types = {_read_type(shape) for shape in parts}
@@ -75,38 +87,55 @@ def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: 
     dtypes &= set(_FLOATS)
     if len(dtypes) < 2:
         return []
-    # A sum of arrays of both dtypes is one of float32 alone: the results are converted behind it.
-    is_tuple = len(parts) > 1
-    before: list[WrittenInstruction] = []
-    target = _FLOAT32 if is_tuple else types.pop()
+    if len(parts) > 1:
+        conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
+        return [*conversions, *_convert_results(instruction, parts, number + len(conversions))]
+    [target] = types
+    return _convert_operands(instruction, shapes, target, number)
+
+
+def _convert_operands(
+    instruction: WrittenInstruction, shapes: dict[int, bytes], target: int, number: int
+) -> list[WrittenInstruction]:
+    """Makes an instruction read floats of one type alone: the conversions of its other operands."""
+    conversions = []
     operands = []
     for operand in instruction.operands:
         shape = shapes[operand]
         if _read_type(shape) in _FLOATS and _read_type(shape) != target:
-            before.append(_make(instruction, number, "convert", operand, _write_type(shape, target)))
+            conversions.append(_make(instruction, number, "convert", operand, _write_type(shape, target)))
             operand = number
             number += 1
         operands.append(operand)
-    if not is_tuple:
-        instruction.operands = operands
-        return before
-    # The operation takes another number, and a tuple of its converted results takes the old one.
+    instruction.operands = operands
+    return conversions
+
+
+def _convert_results(instruction: WrittenInstruction, parts: list[bytes], number: int) -> list[WrittenInstruction]:
+    """Makes an instruction of several arrays a tuple of converted results: the operation itself, and the conversions.
+
+    Worked example: `%s = (f32[4], bf16[4]) all-reduce(%x, %y)` becomes
+
+        %s.5 = (f32[4], f32[4]) all-reduce(%x, %y)      the operation, in float32, with a number of its own
+        %s.6 = f32[4] get-tuple-element(%s.5), index=0
+        %s.7 = f32[4] get-tuple-element(%s.5), index=1
+        %s.8 = bf16[4] convert(%s.7)
+        %s = tuple(%s.6, %s.8)                          what others read keeps its number
+    """
     total = number
-    shape = make_tuple([_write_type(part, target) for part in parts])
-    before.append(
-        WrittenInstruction(
-            total, f"{instruction.name}.{total}", instruction.opcode, operands, shape, instruction.others
-        )
-    )
+    shape = make_tuple([_write_type(part, _FLOAT32) for part in parts])
+    name = f"{instruction.name}.{total}"
+    operation = WrittenInstruction(total, name, instruction.opcode, instruction.operands, shape, instruction.others)
+    before = [operation]
     results = []
     for place, part in enumerate(parts):
         number += 1
-        element = _make(instruction, number, "get-tuple-element", total, _write_type(part, target))
+        element = _make(instruction, number, "get-tuple-element", total, _write_type(part, _FLOAT32))
         element.others.append((TUPLE_INDEX, write_field(TUPLE_INDEX, place)))
         before.append(element)
-        if _read_type(part) != target:
-            before.append(_make(instruction, number + 1, "convert", number, part))
+        if _read_type(part) != _FLOAT32:
             number += 1
+            before.append(_make(instruction, number, "convert", element.number, part))
         results.append(number)
     instruction.opcode = "tuple"
     instruction.operands = results
