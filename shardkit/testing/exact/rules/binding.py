@@ -1,9 +1,14 @@
-"""Primitives that jax itself computes, for the operands of all devices at once."""
+"""Primitives that jax itself computes, for the operands of all devices at once.
+
+Worked example: `population_count` of integers x, [2, 3] + [5] on a mesh of 2 by 3 devices. x becomes [6, 5], `jax.vmap`
+binds the primitive to the [5] of each device, and the result [6, 5] becomes [2, 3] + [5] again.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,38 +47,18 @@ def bind_primitive(
         raise UnsupportedError(equation.primitive.name)
     if real_keys:
         operands = [_unpack_words(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
-    primitive = equation.primitive
     params = _drop_mesh({**equation.params, **(changed or {})})
-
-    def bind_on_one_device(*arrays: Any) -> list[Any]:
-        typed = []
-        for variable, x in zip(equation.invars, arrays, strict=True):
-            if real_keys and is_key(variable.aval):
-                typed.append(jax.random.wrap_key_data(x, impl=compat.key_impl(variable.aval.dtype)))
-                continue
-            dtype = known_dtype(variable.aval.dtype) if as_typed else x.dtype
-            typed.append(jnp.asarray(x, dtype))
-        results = primitive.bind(*typed, **primitive.get_bind_params(params))
-        if not primitive.multiple_results:
-            results = [results]
-        return [jax.random.key_data(x) if is_key(x) else x for x in results]
-
-    def pack(x: Any, variable: Any) -> Known:
-        if real_keys and is_key(variable.aval):
-            return make_words(np.asarray(x))
-        return widen(np.asarray(x))
-
+    bind_on_one_device = partial(_bind_on_one_device, equation, params, as_typed, real_keys)
     lead: tuple[int, ...] = (1,) * rank
     if operands:
         lead = np.broadcast_shapes(*(x.shape[:rank] for x in operands))
-    # All devices have the same operands: the results are computed once.
     if math.prod(lead) == 1:
-        results = bind_on_one_device(*(x.reshape(x.shape[rank:]) for x in operands))
-        arrays = [pack(y, v) for y, v in zip(results, equation.outvars, strict=True)]
-        return [x.reshape((1,) * rank + x.shape) for x in arrays]
-
-    # The devices become one dim, over which vmap runs; what all devices have the same has none. On a mesh of 2 by 3
-    # devices, [2, 3] + [5] becomes [6, 5], mapped over dim 0, and [1, 1] + [5] becomes [5].
+        # All devices have the same operands: the results are computed once.
+        arrays = [x.reshape(x.shape[rank:]) for x in operands]
+        results = _pack_results(equation, real_keys, bind_on_one_device(*arrays))
+        return [x.reshape(lead + x.shape) for x in results]
+    # The devices become one dim, over which vmap runs; an operand that all devices have the same has no such dim. On a
+    # mesh of 2 by 3 devices, [2, 3] + [5] becomes [6, 5], mapped over dim 0, and [1, 1] + [5] becomes [5].
     arrays = []
     mapped_dims: list[int | None] = []
     for x in operands:
@@ -84,9 +69,38 @@ def bind_primitive(
         else:
             arrays.append(x.reshape(shape))
             mapped_dims.append(None)
-    results = jax.vmap(bind_on_one_device, in_axes=tuple(mapped_dims))(*arrays)
-    known = [pack(y, v) for y, v in zip(results, equation.outvars, strict=True)]
-    return [x.reshape(lead + x.shape[1:]) for x in known]
+    bind_on_all_devices = jax.vmap(bind_on_one_device, in_axes=tuple(mapped_dims))
+    results = _pack_results(equation, real_keys, bind_on_all_devices(*arrays))
+    return [x.reshape(lead + x.shape[1:]) for x in results]
+
+
+def _bind_on_one_device(
+    equation: Any, params: dict[str, Any], as_typed: bool, real_keys: bool, *arrays: Any
+) -> list[Any]:
+    """The results of a primitive for the operands of one device; keys as their data."""
+    primitive = equation.primitive
+    operands = []
+    for variable, x in zip(equation.invars, arrays, strict=True):
+        if real_keys and is_key(variable.aval):
+            operands.append(jax.random.wrap_key_data(x, impl=compat.key_impl(variable.aval.dtype)))
+            continue
+        dtype = known_dtype(variable.aval.dtype) if as_typed else x.dtype
+        operands.append(jnp.asarray(x, dtype))
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    if not primitive.multiple_results:
+        results = [results]
+    return [jax.random.key_data(x) if is_key(x) else x for x in results]
+
+
+def _pack_results(equation: Any, real_keys: bool, results: Sequence[Any]) -> list[Known]:
+    """Results of jax as known arrays: jax's own keys as words, floats of less than 32 bits widened."""
+    packed = []
+    for x, variable in zip(results, equation.outvars, strict=True):
+        if real_keys and is_key(variable.aval):
+            packed.append(make_words(np.asarray(x)))
+        else:
+            packed.append(widen(np.asarray(x)))
+    return packed
 
 
 def _unpack_words(x: Known, aval: Any) -> Known:

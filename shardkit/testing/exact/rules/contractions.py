@@ -89,18 +89,29 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
         products = [_contract(scope, rows, w, dimension_numbers) for rows in groups]
         return join_operands(field, products, scope.rank, new=True)
     [group_dim] = numbers.rhs_group_dimensions
-    # The matrix of one group does not have that dim: the dims after it are counted one lower.
-    matrix_contracted = tuple(dim - 1 if dim > group_dim else dim for dim in w_contracted)
-    dimension_numbers = ((x_contracted, matrix_contracted), ((), ()))
-    products = []
-    for group, rows in enumerate(groups):
-        matrix = w.row(scope.rank + group_dim, group)
-        products.append(_contract(scope, rows, matrix, dimension_numbers))
+    products = _multiply_by_group(scope, groups, w, group_dim, (x_contracted, w_contracted))
     # Rows of other groups are zero in each product: the sum has every row once.
     total = products[0]
     for product in products[1:]:
         total = add(field, total, product)
     return total
+
+
+def _multiply_by_group(
+    scope: Scope, groups: Sequence[Exact], w: Exact, group_dim: int, contracted: tuple[Sequence[int], Sequence[int]]
+) -> list[Exact]:
+    """The rows of each group times the matrix of the group, a row of w along `group_dim`."""
+    x_contracted, w_contracted = contracted
+    # Of w [groups, D, F] the matrix of one group is [D, F]: dim 1 of w is dim 0 of the matrix.
+    matrix_contracted = []
+    for dim in w_contracted:
+        matrix_contracted.append(dim - 1 if dim > group_dim else dim)
+    dimension_numbers = ((x_contracted, matrix_contracted), ((), ()))
+    products = []
+    for group, rows in enumerate(groups):
+        matrix = w.row(scope.rank + group_dim, group)
+        products.append(_contract(scope, rows, matrix, dimension_numbers))
+    return products
 
 
 def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[np.ndarray]:

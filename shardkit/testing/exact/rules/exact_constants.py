@@ -1,8 +1,8 @@
 """Which float constants of a program are computed in the field too, and by which rules (`numbers/computed.py`).
 
-Worked example: `0.9 * one_hot + 0.0125` of known labels. Both operations are of constants, and numpy computes them in
-float32. What they are in the field is computed by the rules for `mul` and `add` once the sum meets an unknown, as in a
-product with logits.
+Worked example: `0.9 * one_hot + 0.0125` of known labels. Both operations are of constants, so numpy computes them in
+float32: 0.9125 where the label is, but rounded. Here is noted how. If the sum meets an unknown, as in a product with
+logits, the rules for `mul` and `add` compute it again in the field, as 9/10 + 1/80 = 73/80 exactly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def note_constants(
     """Notes how an equation computed a float constant, if float32 may have rounded it or what it was computed of."""
     if len(results) != 1:
         return
-    result = results[0]
+    [result] = results
     if isinstance(result, Exact) or result.dtype.kind != "f":
         return
     for x in operands:
@@ -63,12 +63,19 @@ def note_constants(
             return
     computed = scope.field.computed
     follows_computed = any(x in computed for x in operands)
-    if _is_arithmetic(equation.primitive.name):
-        is_noted = _may_be_rounded(equation, operands, result, follows_computed)
-    else:
-        is_noted = equation.primitive.name in _MOVES and follows_computed
-    if is_noted:
+    if _needs_note(equation, operands, result, follows_computed):
         computed.note(result, operands, partial(_compute, scope, axes, equation, operands, result))
+
+
+def _needs_note(equation: Any, operands: Sequence[Known], result: Known, follows_computed: bool) -> bool:
+    """Whether a constant may differ from what its equation computes exactly.
+
+    `follows_computed` says whether one of the operands is such a constant.
+    """
+    name = equation.primitive.name
+    if _is_arithmetic(name):
+        return _may_be_rounded(equation, operands, result, follows_computed)
+    return name in _MOVES and follows_computed
 
 
 def _is_arithmetic(name: str) -> bool:

@@ -37,7 +37,10 @@ from shardkit.testing.exact.rules.scope import Scope
 def apply_collective(
     field: Field, sizes: Mapping[str, int], equation: Any, operands: Sequence[Operand]
 ) -> list[Operand]:
-    """The results of a collective on all devices of a mesh with axes of these sizes."""
+    """The results of a collective on all devices of a mesh with axes of these sizes.
+
+    A collective may have several operands, as one psum of a whole tree of gradients: each is exchanged by itself.
+    """
     name = equation.primitive.name
     params = equation.params
     if params.get("axis_index_groups") is not None:

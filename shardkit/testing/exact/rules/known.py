@@ -3,8 +3,8 @@
 Worked example: `jnp.arange(4) * 2 < n` with a closed-over n. No operand follows from an input, so that numpy computes
 the mask, and the field sees a constant.
 
-They have no unknowns, so numpy computes them, where it has the same bits as jax and is faster, and else jax. Constants
-of less than 32 bits are widened first, because rounding is not modelled.
+numpy is much faster than jax here, which dispatches each equation to a device. So numpy computes what it computes with
+the same bits, and jax the others. Floats of less than 32 bits are widened first, because rounding is not modelled.
 """
 
 from __future__ import annotations
@@ -115,41 +115,71 @@ def _is_plain_select(equation: Any, operands: Sequence[Known]) -> bool:
 
 def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
     """The result of an equation by numpy, if numpy has the same bits as jax for that primitive; else None."""
-    name = equation.primitive.name
-    params = equation.params
     if not equation.outvars:
         return None
-    result = equation.outvars[0].aval
+    for compute in (_compute_elements, _compute_over_dims, _convert_elements, _place_elements):
+        result = compute(equation, operands, rank)
+        if result is not None:
+            return result
+    return None
+
+
+def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """Elementwise arithmetic, comparisons and choices; None for other primitives."""
+    name = equation.primitive.name
+    dtype = equation.outvars[0].aval.dtype
     if name in _ELEMENTWISE:
         function = _ELEMENTWISE[name]
-        return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
+        return np.asarray(function(*_align(operands, rank)), known_dtype(dtype))
     # Integers are divided by jax, which rounds to zero where numpy rounds down.
-    if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
-        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
+    if name == "div" and jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(dtype))
+    if name == "clamp" and jnp.issubdtype(dtype, jnp.integer):
+        low, x, high = _align(operands, rank)
+        return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(dtype))
+    if name == "select_n":
+        which, no, yes = _align(operands, rank)
+        return np.where(which, yes, no)
+    return None
+
+
+def _compute_over_dims(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """Reductions and running sums; None for other primitives."""
+    name = equation.primitive.name
+    params = equation.params
+    result = equation.outvars[0].aval
     if name in _REDUCTIONS and not is_key(result):
         dims = tuple(rank + dim for dim in params["axes"])
         return np.asarray(_REDUCTIONS[name](operands[0], axis=dims), known_dtype(result.dtype))
     if name == "cumsum":
         return _sum_along(operands[0], rank + params["axis"], params["reverse"], known_dtype(result.dtype))
-    if name in MOVES_OF_ONE and len(operands) == 1:
-        return MOVES_OF_ONE[name](operands[0], rank, equation)
-    if name == "iota" and not operands:
-        return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
+    return None
+
+
+def _convert_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """Casts that lose nothing, and bits as another dtype of the same width; None for other primitives."""
+    name = equation.primitive.name
+    result = equation.outvars[0].aval
     # A cast to bfloat16 keeps float32: rounding is not modelled.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
         # A float may be too large for an integer, where numpy wraps and jax does not.
         is_rounded = operands[0].dtype.kind == "f" and np.dtype(result.dtype).kind in "iu"
         if not is_rounded:
             return operands[0].astype(known_dtype(result.dtype))
-    # Bits of the same width: float32 and int32.
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
         return np.ascontiguousarray(operands[0]).view(result.dtype)
-    if name == "clamp" and jnp.issubdtype(result.dtype, jnp.integer):
-        low, x, high = _align(operands, rank)
-        return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(result.dtype))
-    if name == "select_n":
-        which, no, yes = _align(operands, rank)
-        return np.where(which, yes, no)
+    return None
+
+
+def _place_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """Movements of the elements of one array, arrays side by side, and iota; None for other primitives."""
+    name = equation.primitive.name
+    params = equation.params
+    if name in MOVES_OF_ONE and len(operands) == 1:
+        return MOVES_OF_ONE[name](operands[0], rank, equation)
+    if name == "iota" and not operands:
+        result = equation.outvars[0].aval
+        return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
     if name == "concatenate":
         return join_arrays(operands, rank + params["dimension"], new=False)
     if name == "stack":

@@ -1,7 +1,8 @@
-"""Primitives that only move elements: what happens to a float is whatever happens to its place.
+"""Primitives that only move elements, as a gather or a pad.
 
-Such a primitive needs no arithmetic. It is applied, by jax, to an array of integers of the same shape, the places of
-the elements; the result says where each element comes from, and so do the parts of an `Exact` move.
+Such a primitive needs no arithmetic. jax applies it to integers: to an array of the same shape that has at each element
+the place of that element. The result says for each of its elements from which place it comes, and the numbers of the
+field are taken from these places.
 
 Worked example, a gather out of bounds. `x[jnp.array([2, 5])]` reads x of three elements [a, b, c], in the mode "fill":
 
@@ -10,8 +11,8 @@ Worked example, a gather out of bounds. `x[jnp.array([2, 5])]` reads x of three 
     gather    of places at [2, 5] is [2, 3]  by jax, with 3 as fill_value
     result    [c, NaN]                     the elements of the source at these places
 
-The NaN is poison (see `values.py`): x + NaN is poison, and it equals no number. So a reference that reads c twice is
-refuted, and one that reads out of bounds too is not.
+The NaN is poison (see `values.py`): x + NaN is poison, and it equals no number. So a program that reads c twice is not
+equal to this one, and a program that reads out of bounds at the same place is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from shardkit.testing.exact.rules.binding import bind_primitive
 from shardkit.testing.exact.rules.operands import Known, Operand, is_key, require_known
 from shardkit.testing.exact.rules.scope import Scope
 
-# Rules for one operand, whose dims begin after `lead` other dims
+# Movements of one operand, whose dims begin after `lead` other dims: of a known array after those of the mesh, and of a
+# part of an `Exact` after the components and those of the mesh. numpy has these movements itself: they need no places.
 
 
 def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -85,7 +87,7 @@ MOVES_OF_ONE: dict[str, Callable[[np.ndarray, int, Any], np.ndarray]] = {
 }
 
 
-# Rules for several operands, by the places of their elements
+# Movements by the places of elements, also of several operands
 
 
 # Which operands of a primitive are moved, as a slice of its operands; the others are indices.
@@ -132,25 +134,30 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     # One more element, [*ones], which is read out of bounds.
     filling = _fill_value(equation)
     sources.append(scope.field.lift(np.full((1,) * scope.rank, filling)))
-    lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
+    # NaN as a filling does no harm: any power of NaN is NaN.
+    is_power = all(x.is_power for x in sources[:-1]) and bool(np.isnan(filling))
+    source = _join_sources(sources, scope.rank, is_power)
+    results = []
+    for places in places_of_results:
+        results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))
+    return results
+
+
+def _join_sources(sources: Sequence[Exact], rank: int, is_power: bool) -> Exact:
+    """[*mesh, elements of all]: the elements of several arrays in a row, each with all that is known of it."""
+    lead = np.broadcast_shapes(*(x.shape[:rank] for x in sources))
     degree = sources[0].degree.plus(*(x.degree for x in sources))
     number = _flatten_sources([x.number for x in sources], lead)
     facts = _flatten_sources([x.facts for x in sources], lead)
     real = _flatten_sources([x.real for x in sources], lead)
-    # Beside a logarithm all numbers have the factor 1.
+    # Beside a logarithm all numbers have the factor 1, and beside multiples of roots all are multiples of none.
     factor = None
     if any(x.factor is not None for x in sources):
         factor = _flatten_sources([x.factor_or_ones for x in sources], lead)
     roots = None
     if any(x.roots is not None for x in sources):
         roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
-    # NaN as a filling does no harm: any power of NaN is NaN.
-    is_power = all(x.is_power for x in sources[:-1]) and bool(np.isnan(filling))
-    source = Exact(number, facts, real, factor, degree, roots, is_power)
-    results = []
-    for places in places_of_results:
-        results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))
-    return results
+    return Exact(number, facts, real, factor, degree, roots, is_power)
 
 
 def _flatten_sources(parts: Sequence[np.ndarray], lead: Sequence[int]) -> np.ndarray:

@@ -178,8 +178,24 @@ RULES: dict[str, Callable[..., Any]] = {
 
 def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
     """The results of an equation of which at least one operand is in the field."""
+    results = _move_elements(scope, equation, operands)
+    if results is not None:
+        return results
+    rule = RULES.get(equation.primitive.name)
+    if rule is None or _has_complex(equation):
+        raise UnsupportedError(_describe_refusal(equation))
+    results = rule(scope, equation, *operands)
+    if not isinstance(results, list):
+        results = [results]
+    # A certificate names the first line with such a value: later ones follow from it.
+    if not scope.field.outside and any(_is_outside(x) for x in results):
+        scope.field.outside = scope.line(equation)
+    return results
+
+
+def _move_elements(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand] | None:
+    """The results of a primitive that moves or joins elements, without arithmetic; None for any other one."""
     name = equation.primitive.name
-    # First what only moves or joins elements, without arithmetic.
     if name in MOVES_OF_ONE and len(operands) == 1:
         move = MOVES_OF_ONE[name]
         return [operands[0].move(lambda part: move(part, 1 + scope.rank, equation))]
@@ -191,19 +207,11 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
         return [join_operands(scope.field, operands, scope.rank + equation.params["dimension"])]
     if name == "stack":
         return [join_operands(scope.field, operands, scope.rank + equation.params["axis"], new=True)]
+    # A select of one of two arrays has a rule: numpy's where.
     chooses_one_of_two = name == "select_n" and len(operands) == 3
     if name in MOVED_OPERANDS and not chooses_one_of_two:
         return move_exact(scope, equation, operands)
-    rule = RULES.get(name)
-    if rule is None or _has_complex(equation):
-        raise UnsupportedError(_describe_refusal(equation))
-    results = rule(scope, equation, *operands)
-    if not isinstance(results, list):
-        results = [results]
-    # A certificate names the first line with such a value: later ones follow from it.
-    if not scope.field.outside and any(_is_outside(x) for x in results):
-        scope.field.outside = scope.line(equation)
-    return results
+    return None
 
 
 def _is_outside(x: Operand) -> bool:

@@ -1,8 +1,9 @@
-"""Casts, and what makes whole numbers of floats.
+"""Casts, and roundings to whole numbers.
 
-Rounding of floats is not modelled: a cast from float32 to bfloat16 changes nothing. Rounding to integers is not a
-function of residues. In a draw the result is the integer of the real value, a constant of this draw; which integer
-depends on the input as the outcome of a comparison does. In an order it is an uninterpreted function.
+Rounding to another float is not modelled: a cast from float32 to bfloat16 changes nothing. Rounding to an integer is,
+but the integer does not follow from residues, which have no size. In a draw it is the integer of the real value, a
+constant of this draw; which integer it is depends on the input as the outcome of a comparison does. An order has no
+real values: there it is an uninterpreted function.
 
 Worked example: `floor(x)` where x was drawn as 3.7 is the constant 3. Both programs have the same 3, if they floor the
 same number; if one floors x and the other x + 1e-9, a draw shows no difference, but an order does.
@@ -27,8 +28,11 @@ from shardkit.testing.exact.numbers.values import INPUT, Exact
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.scope import Scope
 
-_NEAR = 1e-6  # how far from a jump a real value is looked at more closely
-_ROUNDS = 1e-12  # how far from it a real value is that is there, but for rounding
+# Distances from a jump, relative to the size of a value. Of a value that is nearer than this the field is asked whether
+# it is at the jump.
+_NEAR = 1e-6
+# If it is not, and nearer than this, it may be on either side of the jump: float64 does not tell.
+_ROUNDS = 1e-12
 
 
 def convert(scope: Scope, equation: Any, x: Exact) -> Operand:

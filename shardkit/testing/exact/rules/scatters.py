@@ -151,7 +151,7 @@ def _add_facts(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) 
         return facts
 
     def has_term(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Whether at least one term of each sum is marked in [...] of the operand or of the updates."""
+        """Whether a sum has at least one marked term, from masks of the elements of the operand and of the updates."""
         counts = writing.write(_as_part(old), _as_part(new), True)
         return np.asarray(counts[0] > 0)
 

@@ -62,6 +62,8 @@ class Scope:
         # There is no coverage in a search for a line, and in tests of single rules.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
+        # A search for comparisons that no result shows runs the program with another answer here: everywhere, or only
+        # where both numbers are equal (`hidden.py`).
         ties_alone = self.field.turned.get((id(equation), part))
         if ties_alone is not None:
             truth = np.asarray(truth) ^ (find_equal(self.field, x, y) if ties_alone else True)

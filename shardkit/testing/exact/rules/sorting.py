@@ -36,13 +36,15 @@ def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
         keys.append(np.moveaxis(np.broadcast_to(key, shape), dim, -1))
     keys.reverse()  # numpy's lexsort sorts by the last key first
     places = np.moveaxis(np.lexsort(keys, -1), -1, dim)
-    results = [_take_along(x, places, dim, shape) for x in operands]
-    if any(isinstance(x, Exact) for x in key_operands):
+    sorted_by_floats = any(isinstance(x, Exact) for x in key_operands)
+    marks = scope.field.marks
+    results = []
+    for x in operands:
+        result = _take_along(x, places, dim, shape)
         # Integers that are sorted by floats follow from these, as the permutation of an argsort does.
-        marks = scope.field.marks
-        for x, result in zip(operands, results, strict=True):
-            if not isinstance(result, Exact):
-                marks.add(result, natural=marks.is_natural(x))
+        if sorted_by_floats and not isinstance(result, Exact):
+            marks.add(result, natural=marks.is_natural(x))
+        results.append(result)
     return results
 
 
