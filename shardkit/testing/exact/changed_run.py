@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from shardkit.testing.exact.forms import sign_value
 from shardkit.testing.exact.interpreter import HangsError, Seen
-from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.errors import NO_VALUE, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
@@ -83,9 +83,7 @@ class _EndlessError(Exception):
 _MEANINGLESS = (
     DiffersError,
     HangsError,
-    RedrawError,
-    TooDeepError,
-    UnknownValueError,
+    *NO_VALUE,
     UnsupportedError,
     _OtherShapeError,
     _EndlessError,

@@ -87,9 +87,13 @@ def _make_arguments(program: Program, traced: TracedRow, field: Field) -> list[O
 
 
 def _fill_zeros(field: Field, opt_state: Any) -> Any:
-    """The state of an optimizer after any steps, in place of the zeros before the first one.
+    """The state of an optimizer with unknowns in place of the zeros that it has before the first step.
 
-    A second step would show the same at three times the price, and nest the exps of two.
+    Beside zeros a step would not show what it does with its moments: 0.9 * 0 is 0.99 * 0. Two steps would, at three
+    times the price, and they would nest the exps of both.
+
+    Worked example, of adam: the moments mu and nu [3], which are zeros, become the squares of six unknowns, and the
+    count 0 becomes 1. Squares, because nu is a mean of squares, of which a root is taken.
     """
     leaves, structure = jax.tree.flatten(opt_state)
     filled = []
@@ -97,7 +101,7 @@ def _fill_zeros(field: Field, opt_state: Any) -> Any:
         if isinstance(x, Exact) or x.any():
             filled.append(x)
         elif x.dtype.kind == "f":
-            # A second moment is not negative, and a root is taken of it.
+            # Nothing tells a first moment from a second one, so neither is negative.
             unknown = draw_input(field, f"moment {number}", x.shape)
             filled.append(power(field, unknown, 2))
         elif x.dtype.kind == "i" and not x.shape:

@@ -120,13 +120,7 @@ class Crossings:
         ways = self._find_ways(field, moved, before, after)
         if not ways:
             return None
-        places = [place for place in ways if place[:3] in preferred]
-        if not places or self.rng.random() < _ANY:
-            is_divisor = self.rng.random() < _DIVISORS
-            places = [place for place in ways if (place[2] == DIVISOR) == is_divisor] or list(ways)
-        fewest = min(self.crossed[place[:3]] for place in places)
-        places = [place for place in places if self.crossed[place[:3]] == fewest]
-        place = places[self.rng.integers(len(places))]
+        place = self._choose_place(list(ways), preferred)
         self.crossed[place[:3]] += 1
         self._tie = None
         # One element of the comparison, at random.
@@ -137,6 +131,19 @@ class Crossings:
             return moved._replace(number=number, real=root)
         roots = [other for way in ways.values() for _, other in way]
         return moved._replace(real=self._beyond(root, np.array(roots)))
+
+    def _choose_place(self, candidates: Sequence[Any], preferred: Container[Any]) -> Any:
+        """One of the comparisons: often a preferred one, and of these one that was solved for least often.
+
+        A place is a side, an equation, its part, and how often the equation ran before: all its runs count together.
+        """
+        places = [place for place in candidates if place[:3] in preferred]
+        if not places or self.rng.random() < _ANY:
+            is_divisor = self.rng.random() < _DIVISORS
+            places = [place for place in candidates if (place[2] == DIVISOR) == is_divisor] or list(candidates)
+        fewest = min(self.crossed[place[:3]] for place in places)
+        places = [place for place in places if self.crossed[place[:3]] == fewest]
+        return places[self.rng.integers(len(places))]
 
     def _find_ways(
         self, field: Field, moved: Element, before: Differences, after: Differences

@@ -15,7 +15,7 @@ Worked example: on data=2, `psum(x, "data") / 4` where the reference is the mean
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -144,22 +144,16 @@ class _Difference:
         if self.wanted is None or self.got.shape != self.wanted.shape:
             return ""
         wrong = ~find_equal(self.field, lift_operand(self.field, self.got), self.wanted)
-        words = []
+        sentences = []
         for dim, axes in enumerate(self._find_split_axes(wrong.ndim)):
             other_dims = tuple(other for other in range(wrong.ndim) if other != dim)
-            rows = np.flatnonzero(wrong.any(other_dims))
-            size = wrong.shape[dim]
-            if axes:
-                count = math.prod(axes.values())
-                # Row 5 of 8 over four devices is on device 5 * 4 // 8 = 2.
-                devices = sorted({int(row) * count // size for row in rows})
-                if len(devices) < count:
-                    words.append(f"where {quoted(axes)} is {_list_numbers(devices)}")
-            elif len(rows) < size:
-                words.append(f"at {_list_numbers(rows.tolist())} of dim {dim}")
-        if not words:
+            rows = np.flatnonzero(wrong.any(other_dims)).tolist()
+            words = _describe_rows(rows, wrong.shape[dim], dim, axes)
+            if words:
+                sentences.append(words)
+        if not sentences:
             return ""
-        return f", only {' and '.join(words)}"
+        return f", only {' and '.join(sentences)}"
 
     def _find_split_axes(self, rank: int) -> list[dict[str, int]]:
         """The axes that split each dim of the result, with their sizes."""
@@ -194,6 +188,18 @@ class _Difference:
     def _is_unknown(self, event: Event) -> bool:
         """Whether an equation gave numbers that the reference does not have."""
         return all(isinstance(x, Exact) and self.values.explain(x) is None for x in event.results)
+
+
+def _describe_rows(rows: Sequence[int], size: int, dim: int, axes: Mapping[str, int]) -> str:
+    """The devices, or the places along a dim of that size, that have these rows; "" if all have some."""
+    if not axes:
+        return f"at {_list_numbers(rows)} of dim {dim}" if len(rows) < size else ""
+    count = math.prod(axes.values())
+    # Row 5 of 8 over four devices is on device 5 * 4 // 8 = 2.
+    devices = sorted({row * count // size for row in rows})
+    if len(devices) == count:
+        return ""
+    return f"where {quoted(axes)} is {_list_numbers(devices)}"
 
 
 def _list_numbers(numbers: Sequence[int]) -> str:

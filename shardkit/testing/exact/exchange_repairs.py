@@ -250,19 +250,10 @@ def repair_rows(bench: Bench) -> Iterator[Repair]:
 
 def repair_sum(bench: Bench) -> Iterator[Repair]:
     """Behind the equation a sum, mean or extreme over axes along which the result varies, or a ppermute."""
-    x = bench.result
     name = bench.call.name
-    varying = bench.varying_axes(x)
-    operator = _EXTREMES.get(name)
+    varying = bench.varying_axes(bench.result)
     for names in list_subsets(varying):
-        devices = math.prod(bench.axes[axis] for axis in names)
-        ending = f"of {name} over {quoted(names)}"
-        if operator is not None:
-            yield change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator, exchange="sum")
-        elif name in _SUMMED:
-            yield change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names, exchange="sum")
-            if not is_integer(x):
-                yield change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices, exchange="sum")
+        yield from _repair_reduction(bench, names)
     if name not in _SUMMED:
         return
     for axis in varying:
@@ -271,6 +262,22 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
             pairs = [(i, (i + step) % n) for i in range(n)]
             words = f"{name} of the device {n - step} further on along {axis!r}"
             yield change_result(Cost.RARE, words, bench.permute, pairs, [axis], exchange="shift")
+
+
+def _repair_reduction(bench: Bench, names: Sequence[str]) -> Iterator[Repair]:
+    """The sum and the mean over some axes, or the extreme behind an equation that takes one."""
+    name = bench.call.name
+    ending = f"of {name} over {quoted(names)}"
+    operator = _EXTREMES.get(name)
+    if operator is not None:
+        yield change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator, exchange="sum")
+        return
+    if name not in _SUMMED:
+        return
+    yield change_result(Cost.SUM, f"the sum {ending}", bench.reduce, names, exchange="sum")
+    if not is_integer(bench.result):
+        devices = math.prod(bench.axes[axis] for axis in names)
+        yield change_result(Cost.SUM, f"the mean {ending}", _average, bench, names, devices, exchange="sum")
 
 
 def _average(x: Operand, bench: Bench, names: Sequence[str], devices: int) -> Operand:
@@ -447,15 +454,16 @@ def _repair_chunk(bench: Bench) -> Iterator[Repair]:
     index = bench.device_index(axis, x)
     first = x.flat[0]
     count = x.flat[1] - first
-    words = f"{bench.call.name} in {{}} along {axis!r} in place of {{}}"
+    name = bench.call.name
     if count > 1 and 0 <= first < count and np.array_equal(first + count * index, x):
-        yield change_result(Cost.INDEX, words.format("strides", "blocks"), _take_layout, first * n + index)
+        words = f"{name} in strides along {axis!r} in place of blocks"
+        yield change_result(Cost.INDEX, words, _take_layout, first * n + index)
     if first >= 0 and first % n == 0 and np.array_equal(first + index, x):
         chunk = first // n
         for count in bench.sizes:
             if count > chunk:
-                many = words.format(f"blocks of {count}", "strides")
-                yield change_result(Cost.INDEX, many, _take_layout, chunk + count * index)
+                words = f"{name} in blocks of {count} along {axis!r} in place of strides"
+                yield change_result(Cost.INDEX, words, _take_layout, chunk + count * index)
 
 
 def _take_layout(x: Operand, layout: np.ndarray) -> Operand:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -66,31 +66,42 @@ def sign_value(field: Field, x: Operand) -> Any:
 
 
 def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tuple[np.ndarray, str]]:
-    """The arrays that a value of all devices may be a part of, and how in words: "" but for sums."""
+    """The arrays that a value of all devices may be a part of, and how in words: "" but for sums.
+
+    Worked example: x of two devices, [2] + [4, 3]. It may be the same on both, of which one is taken, [4, 3], if they
+    are equal; a term of a sum, [4, 3], " summed over 'data'"; or a piece along dim 0, [8, 3], or dim 1, [4, 6].
+    """
     residues = take_residues(field, x)
     rank = len(axes)
     if residues.ndim <= rank:  # a literal of the program, which has no dims of devices
         yield residues, ""
         return
+    # For each axis what its devices may have: the same, the first's, terms of a sum, or pieces along a dim.
     choices: list[list[Any]] = []
     for number in range(rank):
         if residues.shape[1 + number] == 1:
             choices.append(["whole"])
         else:
             choices.append(["first", "sum", *range(residues.ndim - 1 - rank)])
-    names = list(axes)
     for choice in itertools.islice(itertools.product(*choices), _MOST_FORMS):
-        form: np.ndarray | None = residues
-        summed: list[str] = []
-        # The last axis first: of a dim that is split over several, it is the minor one.
-        for number in reversed(range(rank)):
-            if form is None:
-                break
-            if choice[number] == "sum":
-                summed.append(names[number])
-            form = _put_together(form, number, choice[number], rank)
-        if form is not None:
-            yield form, f" summed over {quoted(summed)}" if summed else ""
+        form = _put_all_together(residues, choice)
+        if form is None:
+            continue
+        # The last axis first, in words too.
+        summed = [name for name, part in reversed(list(zip(axes, choice, strict=True))) if part == "sum"]
+        yield form, f" summed over {quoted(summed)}" if summed else ""
+
+
+def _put_all_together(residues: np.ndarray, choice: Sequence[Any]) -> np.ndarray | None:
+    """The pieces of devices along all axes as one array; None if they are not equal where they should be."""
+    form: np.ndarray | None = residues
+    rank = len(choice)
+    # The last axis first: of a dim that is split over several, it is the minor one.
+    for number in reversed(range(rank)):
+        form = _put_together(form, number, choice[number], rank)
+        if form is None:
+            return None
+    return form
 
 
 def _put_together(form: np.ndarray, number: int, choice: Any, rank: int) -> np.ndarray | None:

@@ -245,17 +245,25 @@ def find_spec(layout: DevicePieces, shape: Sequence[int], mesh: dict[str, int]) 
 def _find_split(
     numbers: np.ndarray, count: int, mesh: dict[str, int], coordinates: dict[str, np.ndarray]
 ) -> tuple[str, ...] | None:
-    """The axes along which devices have the pieces of these numbers, of so many in all."""
+    """The axes along which devices have the pieces of these numbers, of so many in all; None if there are none.
+
+    Worked example: the four devices of x=2, y=2 have the pieces 0, 2, 1, 3 of four: they count along y first, and
+    within it along x. So the axes are ("y", "x").
+    """
     for length in range(1, len(mesh) + 1):
         for axes in itertools.permutations(mesh, length):
-            if math.prod(mesh[axis] for axis in axes) != count:
-                continue
-            expected = np.zeros_like(numbers)
-            for axis in axes:
-                expected = expected * mesh[axis] + coordinates[axis]
-            if np.array_equal(expected, numbers):
+            is_of_count = math.prod(mesh[axis] for axis in axes) == count
+            if is_of_count and np.array_equal(_number_devices(axes, mesh, coordinates), numbers):
                 return axes
     return None
+
+
+def _number_devices(axes: Sequence[str], mesh: dict[str, int], coordinates: dict[str, np.ndarray]) -> np.ndarray:
+    """int [devices]: the index of each device along some axes, the major one first."""
+    index = np.zeros(math.prod(mesh.values()), np.int64)
+    for axis in axes:
+        index = index * mesh[axis] + coordinates[axis]
+    return index
 
 
 class _Shardings(NamedTuple):

@@ -14,7 +14,7 @@ Worked example: a shard_map over data=2 of `psum(x @ w, "data")`, where x [8, 3]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from functools import cached_property, partial
@@ -57,8 +57,8 @@ _CALLING = (compat.HIGH_LEVEL, compat.SOLVE)
 _PRINTS = ("debug_callback", "debug_print")
 # The rounds of a loop that a float ends.
 _MOST_ROUNDS = 1000
-# Of these equations `seen` is told the values that go into them and come out of them, one by one.
-_CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
+# Equations that hold others. Of these `seen` is told the values that go into them and come out of them, one by one.
+CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
 
 
 class HangsError(Exception):
@@ -124,12 +124,12 @@ class Interpreter(JaxprInterpreter[Operand]):
         """The results of an equation."""
         name = equation.primitive.name
         # A search changes single equations, also within a call or loop: these are recalled one by one.
-        if self.field.memory is None or name in _CONTROL_FLOW or name in compat.CALLS or name in _CALLING:
+        if self.field.memory is None or name in CONTROL_FLOW or name in compat.CALLS or name in _CALLING:
             results = self._compute(equation, operands)
         else:
             place = self.around, self.rank
             results = self._recall(equation, place, operands, partial(self._compute, equation, operands))
-        if name in _CONTROL_FLOW:
+        if name in CONTROL_FLOW:
             return results
         changed = self._tell(equation, operands, results)
         return changed or results
@@ -142,7 +142,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             if error.line in ("", "unknown"):
                 error.line = source_line(equation)
             raise
-        if equation.primitive.name in _CONTROL_FLOW:
+        if equation.primitive.name in CONTROL_FLOW:
             return results
         results = mark_results(self.field, equation, operands, results)
         note_constants(self.scope, self.axes, equation, operands, results)
@@ -312,19 +312,28 @@ class Interpreter(JaxprInterpreter[Operand]):
         return results
 
     def _refuse_waiting(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
-        """Refuses a collective that some of its devices do not reach: the others would wait for them."""
+        """Refuses a collective that some of its devices do not reach: the others would wait for them.
+
+        Worked example: `cond(axis_index("data") == 0, lambda x: psum(x, "data"), ...)` on data=2, model=2. `which` is
+        [[1, 1], [0, 0]], and differs along "data". A psum over "model" would be right: both of its devices take it.
+        """
         if (which == which.flat[0]).all():
             return
         for body in bodies:
-            for site in walk(body.jaxpr):
-                row = registered(site.name)
-                if row.kind is None or row.cast or row.same:
-                    continue
-                for name in set(mesh_axes(site.equation)) & set(self.axes):
-                    # Devices along an axis of the collective must all take the branch with it, or none.
-                    first = np.take(which, [0], list(self.axes).index(name))
-                    if (which != first).any():
-                        raise HangsError(site.name, name, source_line(equation, self.around))
+            for primitive, axis in self._list_waits(body):
+                # Devices along an axis of the collective must all take the branch with it, or none.
+                first = np.take(which, [0], list(self.axes).index(axis))
+                if (which != first).any():
+                    raise HangsError(primitive, axis, source_line(equation, self.around))
+
+    def _list_waits(self, body: Any) -> Iterator[tuple[str, str]]:
+        """The collectives of a branch, with each bound axis along which a device waits for others there."""
+        for site in walk(body.jaxpr):
+            row = registered(site.name)
+            if row.kind is None or row.cast or row.same:
+                continue
+            for axis in set(mesh_axes(site.equation)) & set(self.axes):
+                yield site.name, axis
 
     def _choose_on_devices(
         self, equation: Any, mask: np.ndarray, xs: Sequence[Operand], ys: Sequence[Operand]

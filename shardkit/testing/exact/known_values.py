@@ -11,7 +11,7 @@ mistakes: what one device computes of its blocks alone, across the dim of which 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -117,6 +117,7 @@ class KnownValues:
                 self.on_devices.add(digest(_spread(layout, axes)))
 
     def _note_mesh(self) -> None:
+        """Notes the inputs on the mesh, and for each number there the equation that made it."""
         for event in self.record.events:
             for x in event.operands:
                 if isinstance(x, Exact) and id(x) not in self.made:
@@ -128,7 +129,10 @@ class KnownValues:
                     self.made.setdefault(id(x), event)
 
     def explain(self, x: Operand) -> str | None:
-        """As what the reference has a value, "" for whole or split; None if it does not."""
+        """In which form the reference has a value: "" as it is, whole or split over devices; None if it does not.
+
+        Worked example: of `psum(x_f @ w_f, "tp")` the product x_f @ w_f is that of the reference " summed over 'tp'".
+        """
         if id(x) not in self.made:
             return None if self.follows_unknown(x) else ""
         if id(x) not in self._explanations:
@@ -192,12 +196,18 @@ class KnownValues:
         """What a reference with a shard_map of its own sums over devices, by digest."""
         sums: dict[bytes, Call] = {}
         for event in self.reference.events:
-            if kind_of(event.place.equation) == "all_reduce":
-                for x in event.results:
-                    for form, words in list_forms(self.field, x, event.place.axes):
-                        if not words:
-                            sums.setdefault(digest(form), event.place)
+            if kind_of(event.place.equation) != "all_reduce":
+                continue
+            for x in event.results:
+                for form in self._list_unsummed(x, event.place.axes):
+                    sums.setdefault(digest(form), event.place)
         return sums
+
+    def _list_unsummed(self, x: Operand, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
+        """What a value of the mesh may be put together to, but for sums over devices."""
+        for form, words in list_forms(self.field, x, axes):
+            if not words:
+                yield form
 
     # Blocks
 
@@ -232,7 +242,12 @@ class KnownValues:
         return all(digest(residues[(slice(None), *device)]) in self._blocks[shape] for device in np.ndindex(*devices))
 
     def _is_local(self, event: Event) -> bool:
-        """Whether a device computed a value of its blocks alone, of which one equation mixed the elements."""
+        """Whether a device computed a value of its blocks alone, of which one equation mixed the elements.
+
+        Worked example: in attention by blocks of keys, `m = scores.max(-1)` is the largest score of a device's block.
+        No program for one device has it, but the scores are a block of those of the reference: m is local. And so is
+        `exp(scores - m)`, which reads m and a block.
+        """
         if kind_of(event.place.equation) == "all_gather":
             return all(self.is_of_blocks(x) for x in event.operands)
         if self._find_number(event) in self.near:
@@ -262,27 +277,32 @@ class KnownValues:
         for other in self.reference.events:
             if other.place.name != event.place.name or len(other.operands) != len(operands):
                 continue
-            # The operands of the reference's equation that this equation does not have.
-            missing: dict[int, Operand] = {}
-            for number, x in enumerate(other.operands):
-                has_operand = is_number(x) and digest_value(self.field, x) in forms[number]
-                if not has_operand:
-                    missing[number] = x
+            missing = self._list_missing(other.operands, forms)
             if len(missing) != 1:
                 continue
-            [(number, x)] = missing.items()
+            [number] = missing
+            x = other.operands[number]
             if is_number(x) and digest_value(self.field, x) not in self._everywhere:
                 return self.find_origin(operands[number], _SENT)
         return None
 
+    def _list_missing(self, wanted: Sequence[Operand], forms: Sequence[set[bytes]]) -> list[int]:
+        """The numbers of the operands of an equation of the reference that an equation on the mesh does not have.
+
+        `forms` has for each operand of the latter the digests of what it may be put together to.
+        """
+        missing = []
+        for number, x in enumerate(wanted):
+            has_operand = is_number(x) and digest_value(self.field, x) in forms[number]
+            if not has_operand:
+                missing.append(number)
+        return missing
+
     def _digest_forms(self, x: Operand, axes: Mapping[str, int]) -> set[bytes]:
-        """What a value of the mesh may be put together to, but for sums over devices."""
-        digests: set[bytes] = set()
-        if is_number(x):
-            for form, words in list_forms(self.field, x, axes):
-                if not words:
-                    digests.add(digest(form))
-        return digests
+        """The digests of what a value of the mesh may be put together to, but for sums; none of integers and masks."""
+        if not is_number(x):
+            return set()
+        return {digest(form) for form in self._list_unsummed(x, axes)}
 
     @cached_property
     def _everywhere(self) -> set[bytes]:

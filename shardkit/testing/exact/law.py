@@ -61,6 +61,9 @@ def equal_for_all_inputs(program: Program, reference: Reference) -> str | None:
     note tells of a step that is neither proved nor refuted, has no meaning in a field, or would take more than about a
     minute; and of constants that a proof had to take for the numbers from which they were computed.
 
+    A run of a step takes a second, so that there are few: one draw, and some random orders. Ties, and comparisons that
+    no result shows, are looked for by `assert_equal_for_all_inputs`, and not here.
+
     Example:
         >>> laws = [sk.testing.laws.equal_for_all_inputs]  # for `prove(..., laws=laws)`
     """
@@ -184,7 +187,7 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
         losses = []
         metrics_of_steps = []
         for index, batch in enumerate(batches):
-            keys = example_keys(step_key(training.key, index), _count_examples(batch))
+            keys = example_keys(step_key(training.key, index), _find_batch_size(batch))
             loss, metrics, grads = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
             params, opt_state = make_update(optimizer)(grads, opt_state, params, loss)
             carried = training.update_carried(carried, loss, metrics, params)
@@ -199,8 +202,8 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
     return _TracedTraining(without_unused(closed), outputs)
 
 
-def _count_examples(batch: Any) -> int:
-    """The size of dim 0 of a batch's arrays."""
+def _find_batch_size(batch: Any) -> int:
+    """The size of dim 0 of a batch's arrays. A step has found it to be the same in all of them; scalars have none."""
     sizes = [np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)]
     return int(sizes[0])
 

@@ -112,18 +112,26 @@ def repair_size(bench: Bench) -> Iterator[Repair]:
         # A constant is a known array. A number of the field follows from an input.
         if isinstance(x, Exact) or x.size != 1 or x.dtype.kind not in "fi":
             continue
-        # Of floats only roots of sizes count: 0.25 is one of four, but is often a rate.
-        powers: tuple[float, ...] = (1.0,)
-        if x.dtype.kind == "f":
-            powers = (0.5, -0.5)
-        for power, size in itertools.product(powers, sizes):
-            if x.dtype.type(float(size) ** power) != x.item():
-                continue
+        for size, power in _find_powers(x, sizes):
             for other in sizes:
-                if other != size:
-                    constant = np.full(x.shape, float(other) ** power, x.dtype)
-                    words = f"{name} of the size {other} in place of {size}"
-                    yield change_operands(Cost.DIM, words, _replace_operand, bench, number, constant)
+                if other == size:
+                    continue
+                constant = np.full(x.shape, float(other) ** power, x.dtype)
+                words = f"{name} of the size {other} in place of {size}"
+                yield change_operands(Cost.DIM, words, _replace_operand, bench, number, constant)
+
+
+def _find_powers(x: np.ndarray, sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """The sizes of which a constant is a power, with the power: 0.25 is 16 to the power -0.5."""
+    # Of floats only roots of sizes count: 0.25 is one of four, but is often a rate.
+    powers: tuple[float, ...] = (1.0,)
+    if x.dtype.kind == "f":
+        powers = (0.5, -0.5)
+    matches = []
+    for power, size in itertools.product(powers, sizes):
+        if x.dtype.type(float(size) ** power) == x.item():
+            matches.append((size, power))
+    return matches
 
 
 def _replace_operand(operands: Sequence[Operand], bench: Bench, number: int, x: Operand) -> Sequence[Operand]:
@@ -136,30 +144,56 @@ def _replace_operand(operands: Sequence[Operand], bench: Bench, number: int, x: 
 def repair_place(bench: Bench) -> Iterator[Repair]:
     """Elements from other places of an array, or in another order."""
     name = bench.call.name
-    params = bench.call.equation.params
-    operands = bench.call.operands
-    if name == "slice" and not any(step > 1 for step in params["strides"] or ()):
-        for dim in range(len(params["start_indices"])):
-            yield from _repair_start(bench, dim)
-    if name == "concatenate" and 1 < len(operands) < 4:
-        in_order = tuple(range(len(operands)))
-        for order in itertools.permutations(in_order):
-            if order != in_order:
-                yield change_operands(Cost.OPERAND, "concatenate in another order", _reorder, bench, order)
+    if name == "slice":
+        yield from _repair_slice(bench)
+    if name == "concatenate":
+        yield from _repair_concatenation(bench)
     if name in ("cumsum", "cumprod"):
-        words = f"{name} in the other direction"
-        yield change_operands(Cost.OPERATOR, words, _rerun_with, bench, "reverse", not params["reverse"])
+        yield from _repair_running(bench)
+    if name == "transpose" and bench.call.operands[0].shape == bench.result.shape:
+        yield change_operands(Cost.OPERATOR, f"without {name}", keep_operands)
+    if name == "dynamic_slice":
+        yield from _repair_dynamic_slice(bench)
+    if name in ("gather", "scatter", "dynamic_slice", "dynamic_update_slice"):
+        yield from _repair_position(bench)
+
+
+def _repair_slice(bench: Bench) -> Iterator[Repair]:
+    """A slice from other starts; one with strides is no mistake of its start."""
+    params = bench.call.equation.params
+    if any(step > 1 for step in params["strides"] or ()):
+        return
+    for dim in range(len(params["start_indices"])):
+        yield from _repair_start(bench, dim)
+
+
+def _repair_concatenation(bench: Bench) -> Iterator[Repair]:
+    """Two or three arrays in each other order; of more there are too many orders."""
+    count = len(bench.call.operands)
+    if not 1 < count < 4:
+        return
+    in_order = tuple(range(count))
+    for order in itertools.permutations(in_order):
+        if order != in_order:
+            yield change_operands(Cost.OPERAND, "concatenate in another order", _reorder, bench, order)
+
+
+def _repair_running(bench: Bench) -> Iterator[Repair]:
+    """A running sum or product from the other end, and a sum of what is before each element."""
+    name = bench.call.name
+    is_reversed = bench.call.equation.params["reverse"]
+    words = f"{name} in the other direction"
+    yield change_operands(Cost.OPERATOR, words, _rerun_with, bench, "reverse", not is_reversed)
     if name == "cumsum":
         words = "cumsum of what is before each element"
         yield Repair(Cost.INDEX, words, _exclude_operand(bench))
-    if name == "transpose" and operands[0].shape == bench.result.shape:
-        yield change_operands(Cost.OPERATOR, f"without {name}", keep_operands)
-    if name == "dynamic_slice":
-        for names in list_subsets(bench.varying_axes(operands[0])):
-            words = f"dynamic_slice of the sum over {quoted(names)}"
-            yield change_operands(Cost.SLICE_OF_SUM, words, _sum_first, bench, names)
-    if name in ("gather", "scatter", "dynamic_slice", "dynamic_update_slice"):
-        yield from _repair_position(bench)
+
+
+def _repair_dynamic_slice(bench: Bench) -> Iterator[Repair]:
+    """A device's slice of a sum, where it was taken of this device's term: a sum is missing in front of it."""
+    for names in list_subsets(bench.varying_axes(bench.call.operands[0])):
+        words = f"dynamic_slice of the sum over {quoted(names)}"
+        yield change_operands(Cost.SLICE_OF_SUM, words, _sum_first, bench, names)
 
 
 def _exclude_operand(bench: Bench) -> EquationChange:
@@ -274,27 +308,17 @@ def _fill(operands: Sequence[Operand], bench: Bench, filling: np.ndarray) -> Seq
 def repair_operator(bench: Bench) -> Iterator[Repair]:
     """Another operator, no operator, or the operands in another order."""
     name = bench.call.name
-    result = bench.result
     for other in _CONFUSED.get(name, ()):
         words = f"{other} in place of {name}"
         yield change_operands(Cost.OPERATOR, words, bench.rerun, _PRIMITIVES[other])
-    if name == "remainder":
-        words = "a division in place of its remainder"
-        yield change_operands(Cost.OPERATOR, words, _divide, np.floor_divide, result.dtype)
-    if name == "floor_divide":
-        words = "the remainder in place of the division"
-        yield change_operands(Cost.OPERATOR, words, _divide, np.remainder, result.dtype)
+    yield from _repair_division(bench)
     if name in _NOT_COMMUTATIVE:
         yield change_operands(Cost.OPERATOR, f"the operands of {name} exchanged", _reorder, bench, (1, 0))
     if name in _BINARY:
-        # Without the second operand of `a + b` the result is a.
-        for number, missing in ((0, "second"), (1, "first")):
-            if bench.shape(bench.call.operands[number]) == bench.shape(result):
-                words = f"without the {missing} operand of {name}"
-                yield change_operands(Cost.OPERATOR, words, _take_operand, number)
+        yield from _leave_out_operand(bench)
     if name in _UNARY:
         yield change_operands(Cost.OPERATOR, f"without {name}", keep_operands)
-    if is_mask(result):
+    if is_mask(bench.result):
         yield from _repair_decision(bench)
     if name == "select_n" and len(bench.call.operands) == 3:
         yield change_operands(Cost.OPERATOR, "select_n as where the mask is false", _take_operand, 1)
@@ -302,6 +326,24 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
     if name == "integer_pow":
         for power in sorted({1, 2, 3} - {bench.call.equation.params["y"]}):
             yield change_operands(Cost.OPERATOR, f"the power {power}", _rerun_with, bench, "y", power)
+
+
+def _repair_division(bench: Bench) -> Iterator[Repair]:
+    """`//` in place of `%`, and the other way round. Of integers both are calls of jax.numpy, by these names."""
+    if bench.call.name == "remainder":
+        words = "a division in place of its remainder"
+        yield change_operands(Cost.OPERATOR, words, _divide, np.floor_divide, bench.result.dtype)
+    if bench.call.name == "floor_divide":
+        words = "the remainder in place of the division"
+        yield change_operands(Cost.OPERATOR, words, _divide, np.remainder, bench.result.dtype)
+
+
+def _leave_out_operand(bench: Bench) -> Iterator[Repair]:
+    """One of two operands in place of the result: without the second operand of `a + b` the result is a."""
+    for number, missing in ((0, "second"), (1, "first")):
+        if bench.shape(bench.call.operands[number]) == bench.shape(bench.result):
+            words = f"without the {missing} operand of {bench.call.name}"
+            yield change_operands(Cost.OPERATOR, words, _take_operand, number)
 
 
 def _divide(operands: Sequence[Operand], function: Any, dtype: Any) -> list[Operand]:

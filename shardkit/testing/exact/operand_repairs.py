@@ -152,14 +152,21 @@ def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Seq
     series = _find_series(operands, rounds)
     if not series:
         return
-    positions = [series.index(variable) for variable in operands]
     for distance, words in ((1, "later"), (-1, "earlier")):
-        others = [position + distance for position in positions]
-        if min(others) < 0 or max(others) >= len(series):
-            continue
-        variables = [series[other] for other in others]
-        if all(variable in readable for variable in variables):
+        variables = _move_along(series, operands, distance)
+        if variables and all(variable in readable for variable in variables):
             yield Repair(Cost.INDEX, f"{name} of what rounds one {words} made", _read_all(bench, variables))
+
+
+def _move_along(series: Sequence[Any], variables: Sequence[Any], distance: int) -> list[Any]:
+    """The variables that stand so far behind others in a series; empty if one of them would be beyond its ends."""
+    moved = []
+    for variable in variables:
+        position = series.index(variable) + distance
+        if not 0 <= position < len(series):
+            return []
+        moved.append(series[position])
+    return moved
 
 
 def _find_series(atoms: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Sequence[Any]:

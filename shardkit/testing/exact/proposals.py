@@ -61,6 +61,25 @@ def propose_repairs(
     if len(call.results) != 1 or not all(_is_array(x) for x in (*call.operands, *call.results)):
         return
     bench = Bench(field, call, sizes)
+    yield from _propose_exchanges(bench, readable, definitions)
+    # The shard_map itself is no arithmetic: what stands for it here cuts an argument, or joins a result.
+    if call.name == "shard_map":
+        return
+    yield from repair_place(bench)
+    yield from repair_size(bench)
+    yield from repair_operator(bench)
+    yield from repair_parentheses(bench, definitions)
+    yield from repair_operand(bench, readable, unread)
+    yield from repair_round(bench, readable, rounds)
+    if isinstance(bench.result, Exact) and is_float(call.equation.outvars[0].aval):
+        yield from repair_function(bench)
+        yield from repair_unread(bench, readable, unread)
+        yield from repair_term(bench, readable)
+
+
+def _propose_exchanges(bench: Bench, readable: Sequence[Any], definitions: Mapping[Any, Any]) -> Iterator[Repair]:
+    """The repairs that have to do with the devices: of collectives, of sums behind an equation, of indices."""
+    call = bench.call
     result = bench.result
     yield from repair_collective(bench)
     yield from repair_order(bench, definitions)
@@ -77,18 +96,6 @@ def propose_repairs(
         yield from repair_rows(bench)
         if call.primitive not in _PASSING:
             yield from repair_factor(bench)
-    if call.name == "shard_map":
-        return
-    yield from repair_place(bench)
-    yield from repair_size(bench)
-    yield from repair_operator(bench)
-    yield from repair_parentheses(bench, definitions)
-    yield from repair_operand(bench, readable, unread)
-    yield from repair_round(bench, readable, rounds)
-    if isinstance(result, Exact) and is_float(call.equation.outvars[0].aval):
-        yield from repair_function(bench)
-        yield from repair_unread(bench, readable, unread)
-        yield from repair_term(bench, readable)
 
 
 def _is_array(x: Operand) -> bool:

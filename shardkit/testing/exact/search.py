@@ -15,6 +15,7 @@ the div.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from shardkit.testing.exact.changed_run import ChangedRun, Previews, find_goal, 
 from shardkit.testing.exact.exchange_repairs import Travel
 from shardkit.testing.exact.interpreter import Seen
 from shardkit.testing.exact.memory import StepMemory
-from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
+from shardkit.testing.exact.numbers.errors import NO_VALUE
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.operand_repairs import read_instead
@@ -218,7 +219,7 @@ class Search:
             results = programs.on_mesh(programs.field, record)
         except DiffersError as error:
             return [Search(programs, record, error.value, wanted, None)]
-        except (RedrawError, TooDeepError, UnknownValueError):
+        except NO_VALUE:
             return []
         finally:
             programs.field.memory.close()
@@ -314,14 +315,18 @@ class Search:
             stays = all(event.operands[number] is x for event in events)
             if not stays:
                 continue
-            varying_axes = bench.varying_axes(x)
-            for (names, pairs), line in self._routes.items():
-                if set(names).isdisjoint(varying_axes) or line == calls[0].line:
-                    continue
+            for names, pairs in self._list_routes(calls[0], bench.varying_axes(x)):
+                words = f"an operand of {calls[0].name} that travels along {quoted(names)} in each round"
+                # The first round reads it where it is, or when it has arrived at the next device.
                 for steps, exchange in ((0, "travel"), (1, "arrival")):
-                    words = f"an operand of {calls[0].name} that travels along {quoted(names)} in each round"
                     travel = Travel(bench, number, names, pairs, steps)
                     yield Repair(Cost.TRAVEL, words, travel, exchange=exchange), travel
+
+    def _list_routes(self, call: Call, varying_axes: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+        """The axes and pairs of the program's ppermutes on other lines, along axes along which a value varies."""
+        for (names, pairs), line in self._routes.items():
+            if line != call.line and not set(names).isdisjoint(varying_axes):
+                yield names, pairs
 
     def propose(self, call: Call) -> list[Repair]:
         """The repairs of an equation, in an order that is the same in searches with other numbers."""
@@ -344,17 +349,15 @@ class Search:
         """
         [value] = self.record.events[remedy.number].results
         for number, call in list_suspects(self.record, self.got).items():
-            event = self.record.events[number]
             readable = self.record.readable.get(id(call.equation), ())
             candidates = [variable for variable in variables if variable in readable]
-            for position, operand in enumerate(event.operands):
-                if operand is not value:
-                    continue
-                for variable in candidates:
-                    result = self._try_variable(call, position, variable)
-                    if result is not None:
-                        words = f"another operand of {call.name}"
-                        return Remedy(call, number, Cost.OPERAND, words, result, behind=False)
+            operands = self.record.events[number].operands
+            positions = [position for position, operand in enumerate(operands) if operand is value]
+            for position, variable in itertools.product(positions, candidates):
+                result = self._try_variable(call, position, variable)
+                if result is not None:
+                    words = f"another operand of {call.name}"
+                    return Remedy(call, number, Cost.OPERAND, words, result, behind=False)
         return None
 
     def _try_variable(self, call: Call, position: int, variable: Any) -> Operand | None:

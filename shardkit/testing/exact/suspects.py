@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit._jax.jaxprs import kind_of
+from shardkit.testing.exact.interpreter import CONTROL_FLOW
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.record import Record
 from shardkit.testing.exact.repairs import Call, Repair
 from shardkit.testing.exact.rules.operands import Operand
 
-_HOLDING = ("shard_map", "scan", "while", "cond")
 # How much less likely a mistake is within a function that is called; in all equations of a collective of a tuple; and
 # in all equations of a line that has the same equation several times, where no loop is known.
 _WITHIN, _IN_TUPLE, _TOGETHER = 0.25, 0.25, 1.0
@@ -49,7 +49,7 @@ def list_suspects(record: Record, got: Operand) -> dict[int, Call]:
     keys: set[Any] = set()
     for number in sorted(record.find_causes([got])):
         call = record.events[number].place
-        if call.primitive not in _HOLDING and call.key not in keys and call.results:
+        if call.primitive not in CONTROL_FLOW and call.key not in keys and call.results:
             keys.add(call.key)
             suspects[number] = call
     return suspects

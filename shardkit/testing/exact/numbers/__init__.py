@@ -28,17 +28,19 @@ A division multiplies with the inverse, and an equality compares the residues th
     exp(-x)        = (-, 5,  3)  -x is (2, 4, 14); 4**2 is 5 modulo 11, 4**4 is 3 modulo 23
     exp(x) exp(x)  = (-, 4, 18)  which is not exp(x y) = (-, 5, 13): refuted
 
-Start with `values.py`, what stands for an array, and `arithmetic.py`. The files, each on top of those before it:
+Start with `values.py`, what stands for an array, and `arithmetic.py`. What a reader may look for, from the bottom up:
 
-- `tower.py` has the primes, `hashing.py` the random functions, `residues.py` the arithmetic of residues alone.
-- `values.py` has `Exact`, the residues of an array with what is known of it; `constants.py` the rational numbers that
-  constants stand for; `assembly.py` puts elements of several arrays together.
-- `field.py` has the `Field`: the tower, the random points, and what is remembered of a run.
-- `logarithms.py` has exp and log, `orders.py` which number is the larger one, `infinities.py` what infinity and NaN
-  become, `functions.py` functions without a law, `arithmetic.py` sums, products and quotients.
-- `inputs.py` draws inputs, `bits.py` sends floats as bits, `marks.py` knows which integers follow from floats, and
-  `errors.py` has what ends a run.
-- `elimination.py`, `grams.py` and `matrix_functions.py` are the linear algebra.
+- how residues are multiplied, inverted and raised to powers: `residues.py`, with the primes of `tower.py` and the
+  random functions of `hashing.py`;
+- what an array is: `Exact` in `values.py`. `assembly.py` puts elements of several arrays together;
+- which rational number a constant stands for: `constants.py`. `computed.py` is of constants that a program computes,
+  `folded.py` of those that its compiler has computed;
+- what a run is, and what it remembers: the `Field` in `field.py`. `inputs.py` draws its inputs;
+- what exp and log do: `logarithms.py`. Which number is the larger one: `orders.py`. What infinity and NaN become:
+  `infinities.py`. What tanh is, of which no law is known: `functions.py`;
+- why sqrt(x) sqrt(x) is x: `roots.py`, and `square_roots.py`, which applies its laws;
+- which integers follow from floats: `marks.py`. How floats are sent as bits: `bits.py`. What ends a run: `errors.py`;
+- linear algebra: `elimination.py`, `grams.py` and `matrix_functions.py`.
 
 Imports nothing else of the package: it knows of no jaxpr and of no mesh.
 """

@@ -71,16 +71,9 @@ def subtract(field: Field, x: Exact, y: Exact) -> Exact:
 
 def multiply(field: Field, x: Exact, y: Exact) -> Exact:
     """x * y; a logarithm times a small whole number or a mask stays one."""
-    # log(x) times 3 is log(x**3), and log(x) times a mask is log(x) or 0. For log(x) times y, below, the logarithm
-    # must become a number. What is infinite or NaN takes that way too, because a factor has no place for it.
-    if not x.special and not y.special:
-        product = None
-        if x.factor is not None and y.factor is None:
-            product = multiply_logarithm(field, x, y)
-        elif y.factor is not None and x.factor is None:
-            product = multiply_logarithm(field, y, x)
-        if product is not None:
-            return product
+    product = _multiply_as_logarithm(field, x, y)
+    if product is not None:
+        return product
     x = to_number(field, x)
     y = to_number(field, y)
     p = field.residues.primes_of(x.number)
@@ -97,6 +90,21 @@ def multiply(field: Field, x: Exact, y: Exact) -> Exact:
             degree = degree.times(degree_of_factor)
     is_power = x.is_power and y.is_power
     return field.settle(Exact(number, facts, x.real * y.real, None, degree, roots, is_power))
+
+
+def _multiply_as_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:
+    """x * y as a logarithm; None if neither is one, or the product is none.
+
+    log(x) times 3 is log(x**3), and log(x) times a mask is log(x) or 0. For log(x) times any y the logarithm must
+    become a number. So it must where a number is infinite or NaN, because a factor is neither.
+    """
+    if x.special or y.special:
+        return None
+    if x.factor is not None and y.factor is None:
+        return multiply_logarithm(field, x, y)
+    if y.factor is not None and x.factor is None:
+        return multiply_logarithm(field, y, x)
+    return None
 
 
 def power(field: Field, x: Exact, n: int) -> Exact:

@@ -1,7 +1,11 @@
 """Floats as the integers of their bits, and back: a kernel that sends bits in place of floats is proved too.
 
 Residues have no bits. The bits of a float are therefore a random word, and the field remembers the float of each word.
-So a float that is sent as its bits arrives as it was. An integer that is no float's word becomes an unknown float.
+
+Worked example: a kernel sends x as `bits = bitcast(x, int32)`, by a ppermute, and the receiver takes `bitcast(bits,
+float32)`. The word of x is w = hash(x), say 17; the ppermute moves 17; and 17 is remembered as the word of x, so that x
+arrives as it was. Had the kernel sent `bits + 1`, the receiver would look up 18, which is no float's word: an unknown
+float, which equals no other.
 """
 
 from __future__ import annotations

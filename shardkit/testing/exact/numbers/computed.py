@@ -1,11 +1,12 @@
 """Float constants that a program computes, with the exact values of what it computed.
 
-A known float is computed in float32, as a device does it, because it may decide a branch or be an index. As a number of
-the field that would be one too many: `0.9 * 1 + 0.0125` is 0.91249996 in float32, and 0.9125 is 0.9125. So what is
-computed of constants by sums, products and quotients is computed in the field too, where it meets an unknown. There it
-is 73/80, and so is 0.9125, which is the simplest rational that rounds to it.
+A known float is computed in float32, as a device does it, because it may decide a branch or be an index. In the field
+the rounded float would be a wrong number: one program computes `0.9 * 1 + 0.0125`, which is 0.91249996 in float32, and
+another has the constant 0.9125. So where a float that was computed of constants, by sums, products and quotients, meets
+an unknown, it is computed in the field too. There it is 73/80, and so is 0.9125, because 73/80 is the simplest rational
+that rounds to it.
 
-A number is no other one for that: 1 + 1e-8 is 1 in float32, and is not 1 here.
+Two numbers that round alike stay different: 1 + 1e-8 is 1 in float32, and is not 1 here.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Computations:
         """The exact value of a constant; None for one that the program did not compute."""
         if id(x) not in self._by_id:
             return None
-        # A loop may have computed it of thousands that came before it: no recursion.
+        # A loop may have computed it of thousands that came before it, too many for a recursion: a constant waits until
+        # its operands have been computed.
         waiting = [self._by_id[id(x)]]
         while waiting:
             computation = waiting[-1]

@@ -21,7 +21,7 @@ _MOST_DIGITS = 3
 def simplest(value: float, dtype: Any) -> Fraction:
     """The simplest rational that rounds to a constant, so that 1/3 is a third; else the constant itself.
 
-    One with a small denominator, or one of few decimal digits, as an epsilon is written.
+    Simple is a rational with a small denominator, or a decimal number of few digits, as an epsilon is written.
     """
     # 0.33333334 is 11184811 / 33554432. Of the fractions with a denominator up to 1, 2, 4, ... the first that rounds
     # to it in the dtype is 1/3.

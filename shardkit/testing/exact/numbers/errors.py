@@ -1,4 +1,4 @@
-"""What ends a run in the field: some are mended by another draw, others are the proof's last word."""
+"""What ends a run in the field: after some of these another draw may succeed, after others none can."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class TooDeepError(Exception):
 
 class UnknownValueError(Exception):
     """A comparison of a number whose real value is beyond floats, or of a function that has none."""
+
+
+# With other numbers, or other inputs, a result may have a value.
+NO_VALUE = (RedrawError, TooDeepError, UnknownValueError)
 
 
 class UnsupportedError(Exception):

@@ -443,9 +443,10 @@ class Field:
         Inputs are drawn from the numbers other than zero modulo that prime p: p - 1 values. The exp of a number is a
         power of 4, of which there are (p - 1) / 2 modulo p: as many as the prime below.
         """
-        largest = (
-            LEVELS - self.levels + self.end_level - 1
-        )  # of this field's primes, which are the highest of the tower
+        # The highest prime that is compared, by its number in the whole tower. This field has the highest primes of the
+        # tower: its prime 0 is prime `first` there.
+        first = LEVELS - self.levels
+        largest = first + self.end_level - 1
         if self.exps:
             largest -= 1
         return PRIMES[largest] - 1

@@ -44,9 +44,12 @@ class Folded(NamedTuple):
 def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[Constant, Folded]:
     """Of constants of a side that are no simple rationals, what they were computed of, where that is found.
 
+    Worked example: one side has {2.0, 0.80999994}, the other {2.0, 0.9}. 2.0 is on both, and 0.80999994 is no simple
+    rational, but 0.9 * 0.9 in float32: it stands for Folded(81/100, "0.9 * 0.9").
+
     Args:
-        constants: of the side that may have folded some.
-        others: of the other side.
+        constants: those of the side that may have folded some.
+        others: those of the other side.
     """
     odd = []
     for value, dtype in sorted(constants - others):
@@ -56,19 +59,31 @@ def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[C
         return {}
     folded = {}
     for dtype in sorted({dtype for _, dtype in odd}):
-        leaves = {1.0}
-        for value, other_dtype in others:
-            if other_dtype == dtype and np.isfinite(value) and value != 0:
-                leaves.add(abs(value))
-        if len(leaves) > _MOST_CONSTANTS:
+        table = _make_table(constants, others, dtype)
+        if table is None:
             continue
-        lost = {abs(value) for value, other_dtype in others - constants if other_dtype == dtype}
-        table = _Table(sorted(leaves), dtype, lost)
-        for value, other_dtype in odd:
-            found = table.find(value) if other_dtype == dtype else None
-            if found is not None:
-                folded[value, dtype] = found
+        for value, dtype_of_value in odd:
+            if dtype_of_value != dtype:
+                continue
+            explanation = table.find(value)
+            if explanation is not None:
+                folded[value, dtype] = explanation
     return folded
+
+
+def _make_table(constants: Set[Constant], others: Set[Constant], dtype: str) -> _Table | None:
+    """What operations on the other side's constants of a dtype give; None if there are too many of these."""
+    leaves = {1.0}
+    for value, dtype_of_value in others:
+        if dtype_of_value == dtype and np.isfinite(value) and value != 0:
+            leaves.add(abs(value))
+    if len(leaves) > _MOST_CONSTANTS:
+        return None
+    lost = set()
+    for value, dtype_of_value in others - constants:
+        if dtype_of_value == dtype:
+            lost.add(abs(value))
+    return _Table(sorted(leaves), dtype, lost)
 
 
 def _is_odd(value: float, dtype: str) -> bool:
@@ -83,6 +98,15 @@ class _Table:
     """What one operation gives of any two constants, and one more of that and a third, in floats.
 
     XLA rounds each operation to the dtype. Python computes in float64, of what is not rounded yet, and rounds once.
+
+    Attributes:
+        leaves: the constants, without their signs.
+        dtype: their dtype.
+        lost: those that the side with the folded constants does not have.
+        once: all operations on two leaves, as (0.9, "*", 0.9).
+        ratios: for each leaf the rational that it stands for.
+        losses: for each operation how many of its two leaves are lost.
+        values: what each operation gives, rounded as XLA does it, and as Python does it.
     """
 
     def __init__(self, leaves: list[float], dtype: str, lost: set[float]):
@@ -95,7 +119,6 @@ class _Table:
                 for name in _OPERATIONS:
                     self.once.append((a, name, b))
         self.ratios = {leaf: simplest(leaf, self.dtype) for leaf in leaves}
-        # [once], how many constants of each the other side has lost.
         self.losses = np.array([(a in lost) + (b in lost) for a, _, b in self.once])
         self.values = [self._compute_all(self.dtype), self._compute_all(np.dtype(np.float64))]
 
@@ -131,20 +154,29 @@ class _Table:
         best = None
         most = -1
         for leaf in self.leaves:
-            for name, apply in _OPERATIONS.items():
-                with np.errstate(all="ignore"):
-                    twice = apply(once, self._round(leaf, once.dtype))
-                for place in self._find_equal(twice, size):
-                    losses = int(self.losses[place]) + (leaf in self.lost)
-                    if losses <= most:
-                        break
-                    first = self._compute_once(int(place))
-                    ratio = _apply(name, first.ratio, self._exact(leaf))
-                    if self._is_near(ratio, size):
-                        most = losses
-                        best = Folded(ratio, f"({first.words}) {name} {_show(leaf)}")
-                        break
+            for name in _OPERATIONS:
+                candidate = self._find_with(once, name, leaf, size, most)
+                if candidate is not None:
+                    most, best = candidate
         return best
+
+    def _find_with(self, once: np.ndarray, name: str, leaf: float, size: Any, most: int) -> tuple[int, Folded] | None:
+        """What gives that size with a leaf as the second operation's constant, and how many lost constants it has.
+
+        None if nothing does that has more than `most` of them.
+        """
+        with np.errstate(all="ignore"):
+            twice = _OPERATIONS[name](once, self._round(leaf, once.dtype))
+        # From the most lost constants down: the first one that is near is the best.
+        for place in self._find_equal(twice, size):
+            losses = int(self.losses[place]) + (leaf in self.lost)
+            if losses <= most:
+                return None
+            first = self._compute_once(int(place))
+            ratio = _apply(name, first.ratio, self._exact(leaf))
+            if self._is_near(ratio, size):
+                return losses, Folded(ratio, f"({first.words}) {name} {_show(leaf)}")
+        return None
 
     def _is_near(self, ratio: Fraction, size: Any) -> bool:
         """Whether a constant is an exact value but for roundings: (0.1 + 0.2) - 0.3 is 5.6e-17 in floats, and is 0."""

@@ -64,20 +64,13 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     """An uninterpreted function of each element, with the real values of the function of that name."""
     field.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
-    # The residues of all arguments make one random residue, with another hash for each name and place.
-    number = field.residues.hash(name, *(x.number for x in arguments))
+    number = _draw_values(field, name, arguments)
     # A prime that one of the arguments has used up has no meaning in the result either.
     used = arguments[0].used[0]
     poison = arguments[0].poison
     for x in arguments[1:]:
         used = np.maximum(used, x.used[0])
         poison = np.maximum(poison, x.poison)
-    # Values at zero are known, as tanh(0) = 0, and are kept: a gradient through tanh of a padded row must vanish.
-    if name in _ZERO_AT_ZERO:
-        number = np.where(field.is_zero(arguments[0]), np.uint64(0), number)
-    if name in _ONE_AT_ZERO:
-        number = np.where(field.is_zero(arguments[0]), np.uint64(1), number)
-
     shape = number.shape[1:]
     # A function that numpy does not have, as a function of a test, is unknown in real numbers too.
     function = _real_functions().get(name)
@@ -88,10 +81,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     # A sum that cancels may be rounded to a number below zero, and sqrt would be NaN: it is set to 0.0.
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(function(*reals))
-    # A square root of what may be negative for other inputs: it takes more draws to see it.
-    if name in _WITH_DOMAIN and any(x.degree.total for x in arguments):
-        may_be_negative = (arguments[0].sign <= 0) & ~field.is_zero(arguments[0])
-        field.domains |= name in _BOUNDED or bool(may_be_negative.any())
+    _note_domain(field, name, arguments)
     if field.order is None:
         # arcsin(2) is outside of the domain in this draw. What is NaN because an argument is has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
@@ -101,6 +91,27 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     if any(x.special for x in arguments):
         result = _take_limits(field, result, arguments)
     return field.settle(result)
+
+
+def _draw_values(field: Field, name: str, arguments: Sequence[Exact]) -> np.ndarray:
+    """uint64 [components, ...]: a random residue for the residues of all arguments, by another hash for each name."""
+    number = field.residues.hash(name, *(x.number for x in arguments))
+    # Values at zero are known, as tanh(0) = 0, and are kept: a gradient through tanh of a padded row must vanish.
+    if name in _ZERO_AT_ZERO:
+        number = np.where(field.is_zero(arguments[0]), np.uint64(0), number)
+    if name in _ONE_AT_ZERO:
+        number = np.where(field.is_zero(arguments[0]), np.uint64(1), number)
+    return number
+
+
+def _note_domain(field: Field, name: str, arguments: Sequence[Exact]) -> None:
+    """Notes a function of what may be outside of its domain for other inputs, as the root of what may be negative.
+
+    A proof then makes more draws: in one draw all arguments may be inside.
+    """
+    if name in _WITH_DOMAIN and any(x.degree.total for x in arguments):
+        may_be_negative = (arguments[0].sign <= 0) & ~field.is_zero(arguments[0])
+        field.domains |= name in _BOUNDED or bool(may_be_negative.any())
 
 
 def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:

@@ -48,8 +48,9 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
         y_is_zero = field.is_zero(y)
         zero_times_infinity = (x.is_truly_infinite & y_is_zero) | (y.is_truly_infinite & x_is_zero)
         poison = np.maximum(poison, np.where(zero_times_infinity, field.undefined, 0))
-        # `mask * log(x)` is NaN where x is negative and the mask 0. No law of logarithms makes that 0, as laws make
-        # log(x) + log(y) the logarithm of x y, so it is compared. In a planted draw it may be 0 / 0.
+        # What is outside of a domain in this draw is mostly not compared, because a law may give it a value: log(x) +
+        # log(y) is the logarithm of x y, also where both are negative. But no law makes `mask * log(x)` a number where
+        # x is negative and the mask 0: it is NaN, and compared as NaN. In a planted draw it may be 0 / 0.
         if not field.planted:
             zero_times_outside = ((x.poison == OUTSIDE) & y_is_zero) | ((y.poison == OUTSIDE) & x_is_zero)
             poison = np.where(zero_times_outside, NOT_A_NUMBER, poison)

@@ -90,8 +90,8 @@ def to_number(field: Field, x: Exact) -> Exact:
     if not is_one.all():
         field.logs = True
         p = field.residues.primes_of(number)
-        # Minus the logarithm of 1 / factor is the logarithm of the factor; an inverse of a factor of zero is drawn
-        # again, or is some number.
+        # The logarithm of the factor is minus the logarithm of 1 / factor. The inverse is taken because zero has no
+        # logarithm: where the factor is zero at one of the points by chance, it asks for another draw.
         factor, is_root = _find_squares(field, x.factor)
         inverse = field.invert_residues(factor, x.used[1])
         logarithm = (p - field.residues.log(inverse)) % p

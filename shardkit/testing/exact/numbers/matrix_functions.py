@@ -1,7 +1,10 @@
 """Functions of a matrix without a law, as its eigenvalues: random numbers that depend on all its elements.
 
-Each matrix is hashed to one word for each component. Then each place of the result, as the number of an eigenvalue, is
-hashed with that word.
+Each matrix is hashed to one word for each component. Then each place of the result is hashed with that word.
+
+Worked example: the eigenvalues of A = [[a, b], [b, c]], of which the lower triangle is a, b, c. The word of A is
+w = mix(mix(a, place 0) + mix(b, place 1) + mix(c, place 2)), and the two eigenvalues are mix(w, place 0) and
+mix(w, place 1), modulo the prime. Another program that computes the same A has the same eigenvalues.
 """
 
 from __future__ import annotations

@@ -124,7 +124,10 @@ def _add_roots(
     inverses_of_squares = numbers * inverses % p
     keys = _list_keys(squares, valid)
     keys_of_inverses = _list_keys(inverses_of_squares, valid)
-    scaled = [_list_keys(squares * _power_of_two(field, 2 * power) % p, valid) for power in _POWERS_OF_TWO]
+    # sqrt(4 x) is 2 sqrt(x): the root of x is known if that of 4 x is, of x / 4, of 16 x, ...
+    scaled = []
+    for power in _POWERS_OF_TWO:
+        scaled.append(_list_keys(squares * _power_of_two(field, 2 * power) % p, valid))
     rows = [list_columns(part) for part in (numbers, inverses_of_numbers, squares, inverses_of_squares)]
     for place, key in enumerate(keys):
         keys_of_scaled = [row[place] for row in scaled]
@@ -187,7 +190,7 @@ def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarr
         roots = roots.copy()
         pairs = np.stack([np.minimum(x, y)[different], np.maximum(x, y)[different]])
         distinct, places = np.unique(pairs, axis=1, return_inverse=True)
-        products = [_find_product(field, one, other) for one, other in distinct.T.tolist()]
+        products = [_find_product(field, first, second) for first, second in distinct.T.tolist()]
         # [components, distinct pairs], and from there to all places.
         factors = np.stack([product.factor for product in products], 1)
         ids = np.array([product.id for product in products], np.int32)
@@ -207,26 +210,22 @@ def _find_product(field: Field, first: int, second: int) -> Product:
 
 
 def _make_product(field: Field, x: Root, y: Root) -> Product:
+    """The product of two roots that a run multiplies for the first time.
+
+    Worked example: the roots g of a and h of b. If the run has drawn the root k of a b, the product is that root: its
+    factor is k / (g h), by which the product g h of the numbers becomes k. If not, g h is the root of a b from now on.
+    """
     p = field.residues.moduli
     used = max(x.used, y.used)
     valid = field.valid(np.array(used))
     if not valid.any():  # by no residue all products would be the same
         raise TooDeepError
-    square = x.square * y.square % p
-    quotient = x.square * y.inverse_of_square % p
-    inverses = x.inverse * y.inverse % p
-    # sqrt(a) sqrt(b) is sqrt(a b), or b sqrt(a / b), if there is one of these; a and b are positive.
+    product = _find_known_product(field, x, y, valid)
+    if product is not None:
+        return product
     roots = field.roots
-    candidates = [(square, np.ones_like(p), CONSTANT), (quotient, y.square, roots.degree_of_squares)]
-    for radicand, before, degree_before in candidates:
-        multiple = roots.by_square.get(_key(radicand, valid))
-        if multiple is not None:
-            factor = before * roots[multiple.id].number % p
-            degree = roots.degree.times(degree_before)
-            if multiple.factor is not None:
-                factor = factor * multiple.factor % p
-                degree = degree.times(roots.degree_of_inverses)
-            return Product(factor * inverses % p, multiple.id, degree)
+    square = x.square * y.square % p
+    inverses = x.inverse * y.inverse % p
     inverse_of_square = x.inverse_of_square * y.inverse_of_square % p
     id_of_square = NO_ROOT
     if NO_ROOT in (x.id_of_square, y.id_of_square):
@@ -236,6 +235,27 @@ def _make_product(field: Field, x: Root, y: Root) -> Product:
     # `sqrt(a b)` is this product wherever it has a value: if both are negative, no other number hangs on their roots.
     id = roots.add(root, _key(square, valid), _key(inverse_of_square, valid))
     return Product(np.ones_like(p), id, CONSTANT)
+
+
+def _find_known_product(field: Field, x: Root, y: Root, valid: np.ndarray) -> Product | None:
+    """sqrt(a) sqrt(b) as sqrt(a b), or as b sqrt(a / b), if the run has one of these; a and b are positive."""
+    p = field.residues.moduli
+    roots = field.roots
+    inverses = x.inverse * y.inverse % p
+    square = x.square * y.square % p
+    quotient = x.square * y.inverse_of_square % p
+    candidates = [(square, np.ones_like(p), CONSTANT), (quotient, y.square, roots.degree_of_squares)]
+    for radicand, before, degree_before in candidates:
+        multiple = roots.by_square.get(_key(radicand, valid))
+        if multiple is None:
+            continue
+        factor = before * roots[multiple.id].number % p
+        degree = roots.degree.times(degree_before)
+        if multiple.factor is not None:
+            factor = factor * multiple.factor % p
+            degree = degree.times(roots.degree_of_inverses)
+        return Product(factor * inverses % p, multiple.id, degree)
+    return None
 
 
 def _key(x: np.ndarray, valid: np.ndarray) -> bytes:
@@ -261,7 +281,9 @@ def raise_power(field: Field, x: Exact, exponent: Fraction) -> Exact:
     points = field.points
     # One prime lower, as the exponent of an exp; the lowest prime has none, and no exp has a meaning there. A third is
     # a number modulo each of them, as any rational is.
-    residues = [exponent.numerator * pow(exponent.denominator, -1, modulus) % modulus for modulus in p.ravel().tolist()]
+    residues = []
+    for modulus in p.ravel().tolist():
+        residues.append(exponent.numerator * pow(exponent.denominator, -1, modulus) % modulus)
     exponents = np.array(residues, np.uint64).reshape(p.shape)
     exponents = np.concatenate([exponents[:points], exponents[:-points]])
     number = raise_residues(x.number, exponents, p)
