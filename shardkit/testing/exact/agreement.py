@@ -1,7 +1,7 @@
 """Whether results that are other numbers of the field have the same real values: then nothing is decided.
 
-Such results may be equal by a law that the field does not know, or because a side computed constants in floats. Nothing
-of it is a proof, and nothing is a mistake.
+Such results may be equal by a law that the field does not know, or because a side computed constants in floats. They
+may differ, too, by less than floats tell. So they are neither proved nor refuted.
 
 Worked example: `exp(x)**0.5` and `exp(x / 2)`. Where no law of roots applies, the two are other numbers of the field.
 Their real values at x = 1.7 are 2.3396468519 and 2.3396468519: not decided. A kernel that returns `exp(x / 2) * 1.0001`

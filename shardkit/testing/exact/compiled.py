@@ -135,14 +135,17 @@ def assert_compiled_equal(
 
 
 def describe_rounding(compiled: Any, traced: Any) -> list[str]:
-    """Where a compiled program has floats of fewer bits than any of the traced one; a proof takes these for real."""
-    known = _find_short_floats(traced)
+    """Where a compiled program rounds to floats that the traced one does not have, which a proof does not see.
+
+    Worked example: a TPU's compiler takes the operands of a float32 product as bfloat16: "that it rounds to bfloat16,
+    first at model.py:12, where the other side does not, is no difference".
+    """
+    short_floats = _find_short_floats(traced)
     sentences = []
     for name, line in _find_short_floats(compiled).items():
-        if name not in known:
-            sentences.append(
-                f"that it rounds to {name}, first at {line}, where the other side does not, is no difference"
-            )
+        if name not in short_floats:
+            place = f"first at {line}, where the other side does not"
+            sentences.append(f"that it rounds to {name}, {place}, is no difference")
     return sentences
 
 
@@ -186,9 +189,9 @@ def _check_on_this_process(where: str, args: Any) -> None:
             )
         if not getattr(x, "is_fully_addressable", True):
             raise ValueError(
-                f"{where}: arguments must be on devices of this process; {name}, {x.dtype}{list(x.shape)}, has "
-                "pieces on those of others. Prove the function in one process, on as "
-                "many simulated devices (sk.simulate_devices)."
+                f"{where}: arguments must be on devices of this process; {name}, {x.dtype}{list(x.shape)}, has pieces "
+                "on those of others. Prove the function in one process, on as many simulated devices "
+                "(sk.simulate_devices)."
             )
 
 

@@ -253,7 +253,7 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
     name = bench.call.name
     varying = bench.varying_axes(bench.result)
     for names in list_subsets(varying):
-        yield from _repair_reduction(bench, names)
+        yield from _repair_missing_reduction(bench, names)
     if name not in _SUMMED:
         return
     for axis in varying:
@@ -264,7 +264,7 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
             yield change_result(Cost.RARE, words, bench.permute, pairs, [axis], exchange="shift")
 
 
-def _repair_reduction(bench: Bench, names: Sequence[str]) -> Iterator[Repair]:
+def _repair_missing_reduction(bench: Bench, names: Sequence[str]) -> Iterator[Repair]:
     """The sum and the mean over some axes, or the extreme behind an equation that takes one."""
     name = bench.call.name
     ending = f"of {name} over {quoted(names)}"

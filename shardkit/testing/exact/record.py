@@ -110,21 +110,29 @@ class Record:
             if loop is not None:
                 self.loops[id(site.equation)] = source_line(loop.equation)
         for jaxpr in jaxprs.values():
-            readable = list(jaxpr.invars)
-            alike: dict[Any, list[Any]] = {}
-            read = set(filter(_is_variable, jaxpr.outvars))
-            for equation in jaxpr.eqns:
-                self.readable[id(equation)] = list(readable)
-                readable += equation.outvars
-                self.definitions.update(dict.fromkeys(equation.outvars, equation))
-                for variable in equation.outvars:
-                    aval = variable.aval
-                    types = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-                    kind = source_line(equation, ""), equation.primitive.name, types
-                    self.rounds[variable] = alike.setdefault(kind, [])
-                    self.rounds[variable].append(variable)
-                read.update(filter(_is_variable, equation.invars))
-            self.unread.update(variable for variable in readable if variable not in read)
+            self._note_variables_of(jaxpr)
+
+    def _note_variables_of(self, jaxpr: Any) -> None:
+        """Notes the variables of one jaxpr: those of a kernel, or of a loop or branch in it.
+
+        Worked example: `a = shift(x)` on line 1, `b = x * 2` on line 2, `return b`. The mul could read x and a, and
+        nothing reads a.
+        """
+        readable = list(jaxpr.invars)
+        read = set(filter(_is_variable, jaxpr.outvars))
+        alike: dict[Any, list[Any]] = {}  # of each line the variables that it makes in the same way
+        for equation in jaxpr.eqns:
+            self.readable[id(equation)] = list(readable)
+            readable += equation.outvars
+            read.update(filter(_is_variable, equation.invars))
+            for variable in equation.outvars:
+                self.definitions[variable] = equation
+                aval = variable.aval
+                types = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+                kind = source_line(equation, ""), equation.primitive.name, types
+                self.rounds[variable] = alike.setdefault(kind, [])
+                self.rounds[variable].append(variable)
+        self.unread.update(variable for variable in readable if variable not in read)
 
     def find_causes(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
         """The numbers of the events from which values follow; equations named in `up_to` end the way backwards."""

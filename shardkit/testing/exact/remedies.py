@@ -11,7 +11,7 @@ should be the number of devices.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardkit._jax.jaxprs import kind_of
 from shardkit.testing.exact.forms import digest_value
@@ -68,21 +68,14 @@ class RemedyChoice:
     def describe(self, remedies: list[Remedy]) -> str:
         """The line of the mistake, often with a second line that may be it, and the repair in words."""
         best = self.choose(remedies)
-        lines = [best.place.line]
+        line = best.place.line
         line_of_travel = self._find_line_of_travel(best)
         if line_of_travel:
-            lines.insert(0, line_of_travel)
-        else:
-            reader = self._find_better_reader(best)
-            if reader is not None:
-                best = reader
-                lines.insert(0, reader.place.line)
-            else:
-                lines += self._list_second_lines(best, remedies)
-        words = best.words
-        if not words.startswith("without"):
-            words = f"with {words}"
-        return f"The mistake is at {' or '.join(dict.fromkeys(lines))}: {words}, it is right"
+            return _describe_mistake(best, [line_of_travel, line])
+        reader = self._find_better_reader(best)
+        if reader is not None:
+            return _describe_mistake(reader, [reader.place.line, line])
+        return _describe_mistake(best, [line, *self._list_second_lines(best, remedies)])
 
     def _doubt(self, remedy: Remedy) -> float:
         """How unlikely a remedy is, from its cost and from its place in the program."""
@@ -203,3 +196,12 @@ class RemedyChoice:
             elif event.place.line != remedy.place.line:
                 return event.place.line
         return ""
+
+
+def _describe_mistake(remedy: Remedy, lines: Sequence[str]) -> str:
+    """The sentence of a remedy, with the lines that may be the mistake, the likeliest first."""
+    words = remedy.words
+    if not words.startswith("without"):
+        words = f"with {words}"
+    # Two of the lines may be the same one.
+    return f"The mistake is at {' or '.join(dict.fromkeys(lines))}: {words}, it is right"
