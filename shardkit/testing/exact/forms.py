@@ -94,13 +94,14 @@ def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tu
 
 def _put_all_together(residues: np.ndarray, choice: Sequence[Any]) -> np.ndarray | None:
     """The pieces of devices along all axes as one array; None if they are not equal where they should be."""
-    form: np.ndarray | None = residues
+    form = residues
     rank = len(choice)
     # The last axis first: of a dim that is split over several, it is the minor one.
     for number in reversed(range(rank)):
-        form = _put_together(form, number, choice[number], rank)
-        if form is None:
+        joined = _put_together(form, number, choice[number], rank)
+        if joined is None:
             return None
+        form = joined
     return form
 
 
