@@ -133,7 +133,7 @@ def source_line(equation: Any, around: str = "") -> str:
 # A proof asks for the line of each comparison in each of its runs.
 @lru_cache(maxsize=4096)
 def _line_behind(traceback: Any, around: str) -> str:
-    frames = [frame for frame in compat.frames_of(traceback) if not Path(frame[0]).is_relative_to(_TESTING)]
+    frames = [frame for frame in compat.frames_of(traceback) if not _is_of_testing(frame[0])]
     above = [frame for frame in frames if not is_kernel(frame[0])]
     if not above:
         if around:
@@ -207,6 +207,12 @@ def is_kernel(file: str) -> bool:
 @cache
 def _is_ours(file: str) -> bool:
     return _HERE in Path(file).parents
+
+
+# A traceback has dozens of frames, and a program few files.
+@cache
+def _is_of_testing(file: str) -> bool:
+    return Path(file).is_relative_to(_TESTING)
 
 
 def file_name(file: str) -> str:

@@ -19,7 +19,7 @@ from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.logarithms import exp, find_whole_number, log, to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys
 from shardkit.testing.exact.numbers.square_roots import square_root
-from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithm
+from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithms
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
     HUGE,
@@ -364,10 +364,11 @@ def test_exps_and_logarithms_keep_their_laws_and_no_other():
     third = multiply(field, log(field, exp(field, X)), field.lift(np.float32([[1 / 3]])))
     assert field.logs and find_equal(field, third, multiply(field, X, field.lift(np.float32([[1 / 3]])))).all()
     assert to_number(field, log(field, field.lift(np.float32([2, 2])))).number[0].all()  # that of 2 is not
-    for level in (0, 3):
+    for level in (0, 3, LEVELS - 2):
         p, q = PRIMES[level : level + 2]
-        for exponent in (1, 5, p - 1):
-            assert find_logarithm(level, pow(4, exponent, q)) == exponent
+        exponents = [1, 5, p - 1, 5, 0, *range(2**19 - 40, 2**19 + 40)]  # more than are searched for at a time
+        powers = np.array([pow(4, exponent, q) for exponent in exponents], np.uint64)
+        assert find_logarithms(level, powers.reshape(5, -1)).ravel().tolist() == exponents
 
 
 def test_the_bound_is_that_of_the_largest_prime_that_is_compared():

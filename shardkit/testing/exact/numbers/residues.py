@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardkit.testing.exact.numbers.hashing import mix
-from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithm, power_table
+from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithms, power_table
 
 _MOST_PRODUCTS = 2**15  # products of 32 bits and 16, of which the sum fits a word
 
@@ -178,10 +178,8 @@ class Residues:
         for component, generator in enumerate(generators):
             level = LEVELS - self.levels + component // self.points
             prime = PRIMES[level]
-            # The logarithms of one component, by baby and giant steps, element by element.
-            scale = pow(generator, -1, prime)
             # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
-            values = x[component + self.points].reshape(-1).tolist()
-            row = [find_logarithm(level, value) * scale % prime for value in values]
-            logs[component] = np.reshape(np.array(row, np.uint64), logs[component].shape)
+            scale = np.uint64(pow(generator, -1, prime))
+            exponents = find_logarithms(level, x[component + self.points])
+            logs[component] = exponents * scale % np.uint64(prime)
         return logs

@@ -9,7 +9,7 @@ Worked example: p = 5, q = 11. The powers 4**0, ..., 4**4 modulo 11 are 1, 4, 5,
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -17,6 +17,7 @@ import numpy as np
 PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
 _SMALL_STEPS = 2**19  # how many small powers of 4 a search for a logarithm keeps
+_TOGETHER = 64  # how many logarithms are searched for at a time: a search has up to 4663 candidates
 # A filter: most numbers that are not among the small powers differ from all of them in these bits.
 _LOW_BITS = np.uint64(2**22 - 1)
 
@@ -64,28 +65,40 @@ def _list_powers(base: int, count: int, q: int) -> np.ndarray:
     return powers[:count]
 
 
-@lru_cache(2**16)
-def find_logarithm(level: int, value: int) -> int:
-    """Half of the exponent of 4 that gives the square of a number modulo the next prime, by baby and giant steps.
+def find_logarithms(level: int, values: np.ndarray) -> np.ndarray:
+    """Half of the exponents of 4 that give the squares of numbers modulo the next prime, by baby and giant steps.
 
     Only squares are powers of 4, and one of x and -x is a square: so the logarithm is that of x or of -x. The sign is
     lost, which a certificate says.
 
     Worked example: modulo 11 (level of 5), the number 9 is 4**3. Its square is 4 = 4**1, and half of 1 modulo 5 is 3.
     """
+    p = PRIMES[level]
+    distinct, places = np.unique(values, return_inverse=True)
+    exponents = np.zeros(distinct.shape, np.uint64)
+    for start in range(0, len(distinct), _TOGETHER):
+        exponents[start : start + _TOGETHER] = _find_exponents(level, distinct[start : start + _TOGETHER])
+    half = np.uint64((p + 1) // 2)
+    logarithms = exponents * half % np.uint64(p)
+    return logarithms[places].reshape(values.shape)
+
+
+def _find_exponents(level: int, values: np.ndarray) -> np.ndarray:
+    """uint64 [values]: the exponents of 4, modulo the prime of the level, that give the squares of some numbers."""
     p, q = PRIMES[level : level + 2]
-    has_bits, small_powers, exponents, large_powers = _make_steps(level)
+    has_bits, small_powers, small_exponents, large_powers = _make_steps(level)
     # The square is 4**(i s + j), where s is the number of small powers. So for one i the product with 4**(-i s) is the
-    # small power 4**j.
-    square = np.uint64(value * value % q)
-    candidates = square * large_powers % np.uint64(q)
-    large_steps = np.flatnonzero(has_bits[candidates & _LOW_BITS])
-    places = np.searchsorted(small_powers, candidates[large_steps])
-    places = np.minimum(places, len(small_powers) - 1)
-    hit = int(np.flatnonzero(small_powers[places] == candidates[large_steps])[0])
-    exponent = int(large_steps[hit]) * _SMALL_STEPS + int(exponents[places[hit]])
-    half = (p + 1) // 2
-    return exponent * half % p
+    # small power 4**j: of the candidates [values, large steps] one of each row, or two that differ by p.
+    squares = values * values % np.uint64(q)
+    candidates = squares[:, None] * large_powers % np.uint64(q)
+    rows, large_steps = np.nonzero(has_bits[candidates & _LOW_BITS])
+    likely = candidates[rows, large_steps]
+    places = np.minimum(np.searchsorted(small_powers, likely), len(small_powers) - 1)
+    hits = np.flatnonzero(small_powers[places] == likely)
+    exponents = np.zeros(len(values), np.uint64)
+    assert len(np.unique(rows[hits])) == len(values), "every number but 0 has a square that is a power of 4"
+    exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + small_exponents[places[hits]]) % p
+    return exponents
 
 
 def invert_by_power(x: np.ndarray, p: np.ndarray | np.uint64) -> np.ndarray:

@@ -166,8 +166,9 @@ def _flatten_sources(parts: Sequence[np.ndarray], lead: Sequence[int]) -> np.nda
     rows = []
     for part in parts:
         components = len(part)
-        row = np.broadcast_to(part, (components, *lead, *part.shape[1 + rank :]))
-        rows.append(row.reshape(components, *lead, -1))
+        if part.shape[1 : 1 + rank] != tuple(lead):
+            part = np.broadcast_to(part, (components, *lead, *part.shape[1 + rank :]))
+        rows.append(part.reshape(components, *lead, -1))
     return np.concatenate(rows, -1)
 
 

@@ -34,6 +34,7 @@ API_VERSION = 77
 _NUMBER = 35
 _OPERANDS = 36
 _WAITS_FOR = 37  # instructions that run before it, though it reads none of them
+_READ_OF_INSTRUCTION = (_NAME, _OPCODE, _SHAPE, _NUMBER, _OPERANDS, _WAITS_FOR)
 # Those of a shape.
 TYPE = 2
 _PARTS = 4
@@ -63,8 +64,14 @@ class WrittenInstruction:
     @classmethod
     def of(cls, data: bytes) -> WrittenInstruction:
         """Reads a serialized HloInstructionProto."""
-        fields = message(data)
-        others = _list_others(data, (_NAME, _OPCODE, _SHAPE, _NUMBER, _OPERANDS, _WAITS_FOR))
+        others = []
+        read = []
+        for number, field in split_fields(data):
+            if number in _READ_OF_INSTRUCTION:
+                read.append(field)
+            else:
+                others.append((number, field))
+        fields = message(b"".join(read))
         return cls(
             integer(fields, _NUMBER),
             text(fields[_NAME]),
