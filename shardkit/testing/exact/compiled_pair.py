@@ -52,17 +52,17 @@ class CompiledPair(NamedTuple):
 
     @classmethod
     def of(cls, where: str, compiled: Any, traced: Any) -> CompiledPair:
-        """That of a `jax.stages.Compiled` and a ClosedJaxpr of the same arguments."""
+        """A `jax.stages.Compiled` beside a ClosedJaxpr of the same arguments."""
         return cls.make(where, partial(ImportedProgram.of, compiled), compiled.out_info, traced)
 
     @classmethod
     def of_absent(cls, where: str, built: Built, topology: str, traced: Any) -> CompiledPair:
-        """That of a program compiled for absent chips, and a ClosedJaxpr of the same arguments."""
+        """A program compiled for absent chips beside a ClosedJaxpr of the same arguments."""
         return cls.make(where, partial(ImportedProgram.of_absent, built, topology), built.traced.out_info, traced)
 
     @classmethod
     def make(cls, where: str, read: Callable[[], ImportedProgram], out_info: Any, traced: Any) -> CompiledPair:
-        """That of a compiled program, which `read` returns, with results as `out_info` says."""
+        """A compiled program, which `read` returns, beside a ClosedJaxpr; `out_info` has the shapes of the results."""
         results = jax.tree_util.tree_leaves_with_path(out_info)
         names = tuple(jax.tree_util.keystr(path) for path, _ in results)
         try:

@@ -129,7 +129,9 @@ class Crossings:
             self._tie = place[:3], index
             number = _root(field, moved, before.by_place[place], after.by_place[place], index)
             return moved._replace(number=number, real=root)
-        roots = [other for way in ways.values() for _, other in way]
+        roots = []
+        for elements in ways.values():
+            roots += [other for _, other in elements]
         return moved._replace(real=self._beyond(root, np.array(roots)))
 
     def _choose_place(self, candidates: Sequence[Any], preferred: Container[Any]) -> Any:
@@ -148,7 +150,11 @@ class Crossings:
     def _find_ways(
         self, field: Field, moved: Element, before: Differences, after: Differences
     ) -> dict[Any, list[tuple[int, float]]]:
-        """For each comparison its elements that depend on the moved element, with the value at which each is zero."""
+        """For each comparison its elements that depend on the moved element, with the value at which each is zero.
+
+        Worked example: `x < y` of x [2] and y [2], of which x[0] is moved: {the place of `<`: [(0, 2.5)]}, because
+        element 0 of the difference is zero at x[0] = 2.5, and element 1 does not depend on x[0].
+        """
         ways = {}
         for place, first in before.by_place.items():
             second = after.by_place.get(place)

@@ -37,6 +37,9 @@ from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 class DevicePieces(NamedTuple):
     """Where the pieces of a global array are.
 
+    Worked example: [8, 3] that is split by rows over four devices has the starts [[0, 0], [2, 0], [4, 0], [6, 0]], and
+    pieces of the shape (2, 3).
+
     Attributes:
         starts: [devices, dims], the first place of each device's piece.
         shape: of a piece.
@@ -59,9 +62,10 @@ class DevicePieces(NamedTuple):
     def cut(self, x: Any) -> Any:
         """[devices, ...]: the pieces of an array."""
         pieces = []
-        for start in self.starts:
-            stop = [first + size for first, size in zip(start, self.shape, strict=True)]
-            pieces.append(lax.slice(x, [int(n) for n in start], [int(n) for n in stop]))
+        for starts_of_device in self.starts:
+            starts = starts_of_device.tolist()
+            stops = [start + size for start, size in zip(starts, self.shape, strict=True)]
+            pieces.append(lax.slice(x, starts, stops))
         return jnp.stack(pieces)
 
 
@@ -86,7 +90,7 @@ class ImportedProgram(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any) -> ImportedProgram:
-        """That of a `jax.stages.Compiled`."""
+        """Reads a `jax.stages.Compiled`."""
         (module,) = compiled.runtime_executable().hlo_modules()
         serialized = module.as_serialized_hlo_module_proto()
         avals = jax.tree.leaves(compiled.in_avals)
@@ -107,7 +111,7 @@ class ImportedProgram(NamedTuple):
 
     @classmethod
     def of_absent(cls, built: Built, topology: str) -> ImportedProgram:
-        """That of a program which was compiled for chips that need not be present."""
+        """Reads a program that was compiled for chips which need not be present."""
         if built.module is None:
             raise RuntimeError(f"the compiler of {topology} made no program: {built.answer.get('message', '')}")
         jaxpr = built.traced.jaxpr
@@ -267,7 +271,7 @@ def _number_devices(axes: Sequence[str], mesh: dict[str, int], coordinates: dict
 
 
 class _Shardings(NamedTuple):
-    """Those of a compiled module, serialized; empty where it has none, as that of one device."""
+    """The serialized shardings of a compiled module; empty lists of a module without any, as one of one device."""
 
     inputs: list[bytes]
     outputs: list[bytes]

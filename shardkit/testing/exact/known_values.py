@@ -53,7 +53,7 @@ class KnownValues:
         reference: the run of the reference.
         computed: what the reference computed, by digest; not what is elements of inputs alone.
         known: the digests of all values of the reference, and of the inputs on the mesh.
-        on_devices: those of what the devices of a reference with a shard_map of its own have, all of them together.
+        on_devices: if the reference has a shard_map of its own, the digests of what its devices have, all together.
         made: of a number on the mesh, by its id, the event that made it.
         near: the numbers of the events that read what a collective gave, or the index of a device.
     """
@@ -184,7 +184,10 @@ class KnownValues:
         return digests
 
     def find_sum(self, x: Operand, axes: Mapping[str, int]) -> Call | None:
-        """The sum over devices of the reference that has what a value summed over devices is; None if there is none."""
+        """The sum over devices of the reference that a value lacks; None if it lacks none.
+
+        Worked example: the reference has `y = psum(p, "tp")`. A value whose sum over 'tp' is y lacks that psum.
+        """
         for form, words in list_forms(self.field, x, axes):
             place = self._sums.get(digest(form))
             if words and place is not None:
@@ -318,7 +321,7 @@ class KnownValues:
         return digests
 
     def find_origin(self, x: Operand, passing: Sequence[str] = ()) -> Call | None:
-        """The equation that made a value, behind those that only passed it on."""
+        """The equation that made a value: those that only passed it on, as a reshape does, do not count."""
         number = self.record.maker.get(id(x))
         while number is not None:
             event = self.record.events[number]
@@ -330,7 +333,11 @@ class KnownValues:
     # Doubts
 
     def list_doubts(self, got: Operand) -> dict[int, float]:
-        """How unlikely the mistake is at the events before a value: the reference has what they gave, or led to.
+        """For events before a value how unlikely the mistake is there: of those with results that the reference has.
+
+        If it has a value, all events that led to the value are probably right, too. Worked example: `h = x @ w; y =
+        psum(h); z = y / 4`, where the reference has y. Then the mistake is hardly in the psum or the product: {0: 3.0,
+        1: 3.0}, by their numbers, and nothing for the division.
 
         Where the wrong result is itself a value of the reference, as a gradient at the old weights in place of the new
         ones, that tells nothing of what led to it.

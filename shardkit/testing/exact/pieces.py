@@ -8,6 +8,7 @@ Worked example: x [8, 3] under P("data") on data=2, model=2, into a shard_map an
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def cut_array(field: Field, rank: int, x: Operand, spec: PartitionSpec, sizes: d
     """
     # x [8, 3] under P("data") on data=2, model=2 becomes [2, 1] + [4, 3].
     split_axes = all_axes(spec)
-    front = [n if name in split_axes else 1 for name, n in sizes.items()]
+    front = _list_front_sizes(sizes, split_axes)
 
     def move(part: Any, lead: int) -> Any:
         # split_shards reads a global array after `lead` dims: the components, and the axes around.
@@ -68,7 +69,7 @@ def join_pieces(field: Field, rank: int, x: Operand, spec: PartitionSpec, sizes:
         if name not in split_axes:
             # Here a missing psum is found: a result that P() calls replicated and that differs.
             x = take_first(field, x, rank + number, f"a result that is replicated along {name!r}")
-    front = [n if name in split_axes else 1 for name, n in sizes.items()]
+    front = _list_front_sizes(sizes, split_axes)
 
     def move(part: Any, lead: int) -> Any:
         count = len(sizes)
@@ -90,8 +91,12 @@ def take_first(field: Field, x: Operand, dim: int, what: str) -> Operand:
     # Nothing ever differed along this axis.
     if x.shape[dim] == 1:
         return x
-    first = move_operand(x, 0, lambda part, lead: np.take(part, [0], lead + dim))
-    move_constant(field, x, first, lambda exact: exact.move(lambda part: np.take(part, [0], 1 + dim)))
+
+    def take(part: Any, lead: int) -> Any:
+        return np.take(part, [0], lead + dim)
+
+    first = move_operand(x, 0, take)
+    move_constant(field, x, first, lambda exact: move_operand(exact, 0, take))
     if isinstance(x, Exact):
         equal = find_equal(field, x, first)
     else:
@@ -100,6 +105,14 @@ def take_first(field: Field, x: Operand, dim: int, what: str) -> Operand:
     if not equal.all():
         raise DiffersError(what, x)
     return first
+
+
+def _list_front_sizes(sizes: dict[str, int], split_axes: Collection[str]) -> list[int]:
+    """The sizes of the dims in front: that of each axis which splits the array, and 1 for the others."""
+    front = []
+    for name, size in sizes.items():
+        front.append(size if name in split_axes else 1)
+    return front
 
 
 def _shift_spec(spec: PartitionSpec, lead: int) -> PartitionSpec:

@@ -101,8 +101,10 @@ class RemedyChoice:
         """Whether the rounds of a loop read the result of an equation."""
         events = self.values.record.events
         [result] = events[remedy.number].results
-        rounds = [event for event in events if event.place.primitive == "scan"]
-        return any(x is result for event in rounds for x in event.operands)
+        for event in events:
+            if event.place.primitive == "scan" and any(x is result for x in event.operands):
+                return True
+        return False
 
     def _is_computed(self, remedy: Remedy) -> bool:
         """Whether the reference computes the value of the repaired equation."""

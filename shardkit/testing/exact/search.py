@@ -307,7 +307,9 @@ class Search:
         Worked example: a ring of keys, whose round is `scores = q @ k.T + bias; k = ppermute(k)`. The add reads the
         same bias in each round, and the program has one route, that of k. The repair sends the bias along this route.
         """
-        events = [event for call in calls for event in self._events_of.get(call.key, ())]
+        events: list[Event] = []
+        for call in calls:
+            events += self._events_of.get(call.key, ())
         if len(events) < 2 or not self._routes:
             return
         bench = Bench(self.field, calls[0], self.sizes)

@@ -48,7 +48,9 @@ def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int 
     at_least("small", 1, multiple=multiple)
     jax.eval_shape(function, *jax.tree.map(_describe, args))
     lowest = 2 * multiple  # one element for a device would hide what happens among its own
-    all_sizes = {n for x in jax.tree.leaves(args) for n in np.shape(x)}
+    all_sizes: set[int] = set()
+    for x in jax.tree.leaves(args):
+        all_sizes.update(np.shape(x))
     sizes = sorted(n for n in all_sizes if n > lowest and n % multiple == 0)
     new_sizes = _shrink_one_by_one(function, args, sizes, lowest, multiple)
     new_sizes = _shrink_together(function, args, sizes, lowest, new_sizes)

@@ -154,5 +154,8 @@ def align_repairs(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
             places[repair.words, counts[repair.words]] = position
             counts[repair.words] += 1
         columns.append(places)
-    common = [key for key in columns[0] if all(key in places for places in columns)]
-    return [tuple(places[key] for places in columns) for key in common]
+    aligned = []
+    for key in columns[0]:
+        if all(key in places for places in columns):
+            aligned.append(tuple(places[key] for places in columns))
+    return aligned

@@ -79,8 +79,8 @@ def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
     residues = highest_residues(field, x)
     # Every element gets a hash; constants and infinities replace theirs.
     size, is_negative = _hash_sizes(field, x, residues, order)
-    # Constants, as counts and their shares are, stand in their own order: elsewhere the same are computed without an
-    # unknown, and compared as what they are. They are those that are the same at all points.
+    # A number that is the same at all points is a constant, as a count of tokens or its share. It keeps its place among
+    # constants, because the other program may have computed it without an unknown, and compares it as what it is.
     is_constant = (residues == residues[0]).all(0) & np.isfinite(x.real[0])
     constants = np.where(is_constant, _drop_last_digits(x.real[0]), math.nan)
     size = np.where(is_constant, _place_constants(field, constants, order), size)

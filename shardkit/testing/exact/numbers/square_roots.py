@@ -166,6 +166,14 @@ def _power_of_two(field: Field, exponent: int) -> np.ndarray:
 def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, Degree]:
     """The roots of which products of multiples of two roots are multiples.
 
+    Worked example: [c sqrt(a), d, c sqrt(a)] times [e sqrt(a), f, e sqrt(b)]. The roots of a, b and a b were drawn as g,
+    h and k, and have the ids 1, 2 and 3.
+
+        x       [1, 0, 1]
+        y       [1, 0, 2]
+        factor  [a / g**2, 1, k / (g h)], which takes the products c g e g and c g e h to c e a and c e k
+        ids     [0, 0, 3]: c e a is a multiple of no root, and c e k one of root 3
+
     Args:
         x: int32 [1, ...], ids of roots.
         y: int32 [1, ...], which broadcasts.

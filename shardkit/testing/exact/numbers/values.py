@@ -79,7 +79,7 @@ class Element(NamedTuple):
 
     Attributes:
         name: the name of the input.
-        place: of the element, in row-major order.
+        place: the place of the element, in row-major order.
         number: uint64 [components].
         real: its real value.
     """
@@ -207,8 +207,7 @@ class Exact:
 def build_facts(
     shape: Sequence[int], sign: Any = 0, infinite: Any = 0, used: Any = 0, factor_used: Any = 0, poison: Any = 0
 ) -> np.ndarray:
-    """int8 [5, ...]: the facts of an array of this shape, each for all elements or for every one."""
-    # A fact that is a number is one for all elements; an array broadcasts.
+    """int8 [5, ...]: the facts of an array of this shape: each a number for all elements, or an array [...]."""
     rows = np.empty((5, *shape), np.int8)
     rows[SIGN] = sign
     rows[INFINITE] = infinite
