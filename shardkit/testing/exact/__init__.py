@@ -1,18 +1,11 @@
 """Proof for all inputs: programs run with numbers of a finite field in place of floats.
 
-Worked example: `psum(x * x, "data")` on two devices, and `(x * x).sum()` on one, of two floats. In place of floats both
-get the same random numbers modulo a prime, say 5 and 3 modulo 7:
-
-    on the mesh     5 * 5 is 4 on device 0, 3 * 3 is 2 on device 1; the psum is 6
-    alone           4 + 2 is 6
-
-If the programs were different polynomials, they would seldom agree modulo a large prime. A kernel without the psum has
-4 and 2, and is refuted at once. `numbers/` begins with the example that this leads to: a tower of primes, for exps.
-
+Start with `equality.py`, which has a proof modulo 7 as an example; `numbers/` has one with a tower of primes, for exps.
 What a reader may look for:
 
-- the whole of a proof, from the call to the verdict: `equality.py`, which users call, then `draws.py`, which runs both
-  programs in one field after the other, and `program_pair.py`, which is the two programs;
+- the whole of a proof, from the call to the verdict: `equality.py`, which users call, with `derivatives.py`, which
+  traces both programs with their gradients; then `draws.py`, which runs them in one field after the other, and
+  `program_pair.py`, one run of both;
 - what a primitive means in a field: `rules/primitive_rules.py`. How devices, loops and branches are run:
   `interpreter.py`, with `pieces.py` for what goes into a shard_map and comes out of it;
 - why a proof believes that it has seen all branches: `coverage.py`, with `crossings.py`, which chooses inputs at a

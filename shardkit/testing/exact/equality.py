@@ -34,7 +34,12 @@ from shardkit.testing._kernels import (
 )
 from shardkit.testing.exact.arguments import check_floats, check_values, describe_array, make_input
 from shardkit.testing.exact.certificate import Equality, certify
-from shardkit.testing.exact.derivatives import find_exchange_without_derivative, name_result, trace_with_derivatives
+from shardkit.testing.exact.derivatives import (
+    DerivedPrograms,
+    find_exchange_without_derivative,
+    name_result,
+    trace_with_derivatives,
+)
 from shardkit.testing.exact.draws import equal, of_kernels
 from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter, Seen
@@ -134,16 +139,7 @@ def assert_equal_for_all_inputs(
             f"{where}: {describe_mesh(mesh)}, the result must have the reference's structure, shapes and kinds of "
             f"dtype; {difference}. Check out_specs and the gathers."
         )
-    try:
-        derived = trace_with_derivatives((on_mesh, alone), shapes, expected, grad)
-    except ValueError as error:
-        line = find_exchange_without_derivative(jax.make_jaxpr(on_mesh)(*shapes))
-        if not grad or not line:
-            raise
-        raise UnprovableError(
-            f"{where}: an untiled all_to_all must have a split_axis that is its concat_axis, because jax has no "
-            f"derivative of others; the one at {line} has two axes. Pass tiled=True to it, or grad=False here."
-        ) from error
+    derived = _trace_both(where, on_mesh, alone, shapes, expected, grad)
     # A wrong kernel may compute a value and forget to use it. So the line of a mistake is looked for in the program
     # with all its equations. The proof runs both programs without the equations that no result needs.
     kernel_with_unused = derived.programs[0]
@@ -163,6 +159,22 @@ def assert_equal_for_all_inputs(
     )
     sides = f"{_name_function(kernel)} and {_name_function(reference)}"
     return certify(f"{sides}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)
+
+
+def _trace_both(
+    where: str, on_mesh: Callable[..., Any], alone: Callable[..., Any], shapes: Any, results: Any, grad: bool
+) -> DerivedPrograms:
+    """Traces both functions with their derivatives; names the line of a collective of which jax has none."""
+    try:
+        return trace_with_derivatives((on_mesh, alone), shapes, results, grad)
+    except ValueError as error:
+        line = find_exchange_without_derivative(jax.make_jaxpr(on_mesh)(*shapes))
+        if not grad or not line:
+            raise
+        raise UnprovableError(
+            f"{where}: an untiled all_to_all must have a split_axis that is its concat_axis, because jax has no "
+            f"derivative of others; the one at {line} has two axes. Pass tiled=True to it, or grad=False here."
+        ) from error
 
 
 def _run(program: Any, arrays: Sequence[Any], field: Field, seen: Seen | None) -> list[Operand]:

@@ -113,7 +113,11 @@ class FirstValue:
         return min(entries, key=rank)
 
     def _list_entries(self, is_known: Callable[[Operand], bool]) -> list[Event]:
-        """The equations of which all operands are known and a result is not, on the way back from the wrong result."""
+        """The equations of which all operands are known and a result is not, on the way back from the wrong result.
+
+        Worked example: `y = psum(x @ w, "tp"); z = y / 2; return tanh(z)`, of which y is known, and z and tanh(z) are
+        not. Behind tanh(z) stands the division; all that it reads is known, so it is an entry.
+        """
         entries: list[Event] = []
         waiting = [self.got]
         visited: set[int] = set()
@@ -128,12 +132,16 @@ class FirstValue:
             unknown = [operand for operand in event.operands if not is_known(operand)]
             if not unknown:
                 entries.append(event)
-            if self.differs_between_devices:
-                # The reason of a difference between devices is an operand that differs between them, too.
-                varying = [operand for operand in unknown if self._varies(operand)]
-                unknown = varying or unknown
-            waiting += unknown
+            waiting += self._select_causes(unknown)
         return entries
+
+    def _select_causes(self, unknown: list[Operand]) -> list[Operand]:
+        """Of the unknown operands of an equation those that may have made its result wrong."""
+        if not self.differs_between_devices:
+            return unknown
+        # The reason of a difference between devices is an operand that differs between them, too.
+        varying = [x for x in unknown if self._varies(x)]
+        return varying or unknown
 
     def _varies(self, x: Operand) -> bool:
         """Whether devices may have different values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardkit._jax import compat
@@ -33,17 +33,14 @@ def check_size(where: str, programs: Sequence[Any], points: int, draws: int, lon
     # The largest array is named in the message: its line takes longer to find than all else here.
     largest: Any = None
     largest_size = -1
-    for program in programs:
-        for site in walk(program.jaxpr):
-            if compat.inner_jaxprs(site.equation):  # of which `walk` yields the equations too
-                continue
-            size = max((math.prod(shape) for shape in _list_shapes(site.equation)), default=0)
-            if size > largest_size:
-                largest_size = size
-                largest = site
-            if site.name in ORDERED and is_float(site.equation.invars[0].aval):
-                runs = draws
-            seconds += _estimate_seconds(site, size, points)
+    for site in _list_sites(programs):
+        size = max((math.prod(shape) for shape in _list_shapes(site.equation)), default=0)
+        if size > largest_size:
+            largest_size = size
+            largest = site
+        if site.name in ORDERED and is_float(site.equation.invars[0].aval):
+            runs = draws
+        seconds += _estimate_seconds(site, size, points)
     if seconds * runs > longest:
         shape = max(_list_shapes(largest.equation), key=math.prod)
         raise UnprovableError(
@@ -52,6 +49,14 @@ def check_size(where: str, programs: Sequence[Any], points: int, draws: int, lon
             "Shrink batch, sequence, widths and layers to a few elements per device, as testing.small does."
         )
     return seconds
+
+
+def _list_sites(programs: Sequence[Any]) -> Iterator[Site]:
+    """The equations of all programs, but for those that hold others, which are walked too."""
+    for program in programs:
+        for site in walk(program.jaxpr):
+            if not compat.inner_jaxprs(site.equation):
+                yield site
 
 
 def _estimate_seconds(site: Site, size: int, points: int) -> float:

@@ -7,7 +7,8 @@ them, behind the leading dim that each part has.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -39,17 +40,29 @@ def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
 
 def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
     """Arrays stacked along a `new` dim, or concatenated along one of theirs."""
-    number = join_arrays([x.number for x in arrays], dim, new, lead=1)
-    facts = join_arrays([x.facts for x in arrays], dim, new, lead=1)
-    real = join_arrays([x.real for x in arrays], dim, new, lead=1)
+    is_power = all(x.is_power for x in arrays)
+    return join_parts(arrays, partial(join_arrays, dim=dim, new=new, lead=1), is_power)
+
+
+def join_parts(arrays: Sequence[Exact], join: Callable[[list[np.ndarray]], np.ndarray], is_power: bool) -> Exact:
+    """Several arrays as one: `join` makes each part of it of the same parts of all arrays.
+
+    Args:
+        arrays: the arrays.
+        join: takes the numbers of all arrays, or their facts, real values, factors or roots.
+        is_power: whether all elements are powers, as `Exact.is_power`.
+    """
+    number = join([x.number for x in arrays])
+    facts = join([x.facts for x in arrays])
+    real = join([x.real for x in arrays])
+    # Beside a logarithm a number has the factor 1, and beside the multiple of a root it is a multiple of none.
     factor = None
     if any(x.factor is not None for x in arrays):
-        factor = join_arrays([x.factor_or_ones for x in arrays], dim, new, lead=1)
+        factor = join([x.factor_or_ones for x in arrays])
     roots = None
     if any(x.roots is not None for x in arrays):
-        roots = join_arrays([x.roots_or_zeros for x in arrays], dim, new, lead=1)
+        roots = join([x.roots_or_zeros for x in arrays])
     degree = arrays[0].degree.plus(*(x.degree for x in arrays))
-    is_power = all(x.is_power for x in arrays)
     return Exact(number, facts, real, factor, degree, roots, is_power)
 
 

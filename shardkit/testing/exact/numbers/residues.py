@@ -155,7 +155,7 @@ class Residues:
         """exp, one prime higher: the components of the lowest prime have no meaning, and are 1.
 
         Worked example, with the primes 5 and 11, one point and g = 1: x = (3, 7) has the exponent 3 for the component
-        of 11, and exp(x) is (1, 4**3 modulo 11) = (1, 9). No component reads the 7: it is the exponent for a next prime.
+        of 11, and exp(x) is (1, 4**3 modulo 11) = (1, 9). No component reads the 7, the exponent for a next prime.
         """
         points = self.points
         p = self.primes_of(x)

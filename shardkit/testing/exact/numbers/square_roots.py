@@ -166,8 +166,8 @@ def _power_of_two(field: Field, exponent: int) -> np.ndarray:
 def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray | None, np.ndarray, Degree]:
     """The roots of which products of multiples of two roots are multiples.
 
-    Worked example: [c sqrt(a), d, c sqrt(a)] times [e sqrt(a), f, e sqrt(b)]. The roots of a, b and a b were drawn as g,
-    h and k, and have the ids 1, 2 and 3.
+    Worked example: [c sqrt(a), d, c sqrt(a)] times [e sqrt(a), f, e sqrt(b)]. The roots of a, b and a b were drawn as
+    g, h and k, and have the ids 1, 2 and 3.
 
         x       [1, 0, 1]
         y       [1, 0, 2]

@@ -57,8 +57,19 @@ def bind_primitive(
         arrays = [x.reshape(x.shape[rank:]) for x in operands]
         results = _pack_results(equation, real_keys, bind_on_one_device(*arrays))
         return [x.reshape(lead + x.shape) for x in results]
-    # The devices become one dim, over which vmap runs; an operand that all devices have the same has no such dim. On a
-    # mesh of 2 by 3 devices, [2, 3] + [5] becomes [6, 5], mapped over dim 0, and [1, 1] + [5] becomes [5].
+    arrays, mapped_dims = _merge_devices(operands, lead)
+    bind_on_all_devices = jax.vmap(bind_on_one_device, in_axes=tuple(mapped_dims))
+    results = _pack_results(equation, real_keys, bind_on_all_devices(*arrays))
+    return [x.reshape(lead + x.shape[1:]) for x in results]
+
+
+def _merge_devices(operands: Sequence[Known], lead: tuple[int, ...]) -> tuple[list[Known], list[int | None]]:
+    """Operands with the devices of a mesh as dim 0, and for each the dim over which vmap runs.
+
+    An operand that all devices have the same has no such dim. Worked example, on a mesh of 2 by 3 devices: [2, 3] + [5]
+    becomes [6, 5], mapped over dim 0, and [1, 1] + [5] becomes [5], mapped over none.
+    """
+    rank = len(lead)
     arrays = []
     mapped_dims: list[int | None] = []
     for x in operands:
@@ -69,9 +80,7 @@ def bind_primitive(
         else:
             arrays.append(x.reshape(shape))
             mapped_dims.append(None)
-    bind_on_all_devices = jax.vmap(bind_on_one_device, in_axes=tuple(mapped_dims))
-    results = _pack_results(equation, real_keys, bind_on_all_devices(*arrays))
-    return [x.reshape(lead + x.shape[1:]) for x in results]
+    return arrays, mapped_dims
 
 
 def _bind_on_one_device(

@@ -25,8 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit.testing.exact.numbers.assembly import take_elements
-from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.numbers.assembly import join_parts, take_elements
 from shardkit.testing.exact.rules.binding import bind_primitive
 from shardkit.testing.exact.rules.operands import Known, Operand, is_key, require_known
 from shardkit.testing.exact.rules.scope import Scope
@@ -136,28 +135,12 @@ def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     sources.append(scope.field.lift(np.full((1,) * scope.rank, filling)))
     # NaN as a filling does no harm: any power of NaN is NaN.
     is_power = all(x.is_power for x in sources[:-1]) and bool(np.isnan(filling))
-    source = _join_sources(sources, scope.rank, is_power)
+    lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
+    source = join_parts(sources, partial(_flatten_sources, lead=lead), is_power)
     results = []
     for places in places_of_results:
         results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))
     return results
-
-
-def _join_sources(sources: Sequence[Exact], rank: int, is_power: bool) -> Exact:
-    """[*mesh, elements of all]: the elements of several arrays in a row, each with all that is known of it."""
-    lead = np.broadcast_shapes(*(x.shape[:rank] for x in sources))
-    degree = sources[0].degree.plus(*(x.degree for x in sources))
-    number = _flatten_sources([x.number for x in sources], lead)
-    facts = _flatten_sources([x.facts for x in sources], lead)
-    real = _flatten_sources([x.real for x in sources], lead)
-    # Beside a logarithm all numbers have the factor 1, and beside multiples of roots all are multiples of none.
-    factor = None
-    if any(x.factor is not None for x in sources):
-        factor = _flatten_sources([x.factor_or_ones for x in sources], lead)
-    roots = None
-    if any(x.roots is not None for x in sources):
-        roots = _flatten_sources([x.roots_or_zeros for x in sources], lead)
-    return Exact(number, facts, real, factor, degree, roots, is_power)
 
 
 def _flatten_sources(parts: Sequence[np.ndarray], lead: Sequence[int]) -> np.ndarray:
