@@ -117,20 +117,20 @@ class Crossings:
             after: the differences of the second run, in which the element is larger by a step.
             preferred: the places of comparisons of which one is chosen half of the time, if there is one.
         """
-        ways = self._find_ways(field, moved, before, after)
-        if not ways:
+        roots_by_place = self._find_roots(field, moved, before, after)
+        if not roots_by_place:
             return None
-        place = self._choose_place(list(ways), preferred)
+        place = self._choose_place(list(roots_by_place), preferred)
         self.crossed[place[:3]] += 1
         self._tie = None
         # One element of the comparison, at random.
-        index, root = ways[place][self.rng.integers(len(ways[place]))]
+        index, root = roots_by_place[place][self.rng.integers(len(roots_by_place[place]))]
         if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
             self._tie = place[:3], index
             number = _root(field, moved, before.by_place[place], after.by_place[place], index)
             return moved._replace(number=number, real=root)
         roots = []
-        for elements in ways.values():
+        for elements in roots_by_place.values():
             roots += [other for _, other in elements]
         return moved._replace(real=self._beyond(root, np.array(roots)))
 
@@ -147,7 +147,7 @@ class Crossings:
         places = [place for place in places if self.crossed[place[:3]] == fewest]
         return places[self.rng.integers(len(places))]
 
-    def _find_ways(
+    def _find_roots(
         self, field: Field, moved: Element, before: Differences, after: Differences
     ) -> dict[Any, list[tuple[int, float]]]:
         """For each comparison its elements that depend on the moved element, with the value at which each is zero.
@@ -155,7 +155,7 @@ class Crossings:
         Worked example: `x < y` of x [2] and y [2], of which x[0] is moved: {the place of `<`: [(0, 2.5)]}, because
         element 0 of the difference is zero at x[0] = 2.5, and element 1 does not depend on x[0].
         """
-        ways = {}
+        roots_by_place = {}
         for place, first in before.by_place.items():
             second = after.by_place.get(place)
             if second is None or second.number.shape != first.number.shape:
@@ -163,8 +163,8 @@ class Crossings:
             roots, is_known = _roots(field, moved, first, second)
             indices = np.flatnonzero(is_known)
             if len(indices):
-                ways[place] = list(zip(indices.tolist(), roots.reshape(-1)[indices].tolist(), strict=True))
-        return ways
+                roots_by_place[place] = list(zip(indices.tolist(), roots.reshape(-1)[indices].tolist(), strict=True))
+        return roots_by_place
 
     def _beyond(self, root: float, others: np.ndarray) -> float:
         """A value on one side of a root: between it and the next root, or farther away."""

@@ -45,7 +45,8 @@ def trace_with_derivatives(
     """Traces functions with their gradients, or, where a loop has no known end, with their forward derivatives.
 
     A `while` loop that numbers end cannot be run backwards. Forwards it can, and if the derivatives along one unknown
-    direction are equal, then they are for all directions, and so are the gradients.
+    direction are equal, then they are for all directions, and so are the gradients. Worked example: f(x, y) = x y has
+    the derivative t y + s x along the unknown (t, s). A program with the same one has the gradient (y, x), too.
 
     Args:
         functions: of the same arguments, with the same structure of results.

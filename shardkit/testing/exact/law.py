@@ -85,7 +85,7 @@ class RoundsError(Exception):
 
 def _prove(program: Program, training: Training) -> Evidence:
     """Refuses a program that differs from one device's, or that cannot be proved equal to it."""
-    # With four steps in a call, one call is compared.
+    # A call of a step may be several steps. Of calls of one step two are compared, of a call of four steps that one.
     steps_per_call = program.row.steps or 1
     calls = max(1, _STEPS // steps_per_call)
     steps = calls * steps_per_call

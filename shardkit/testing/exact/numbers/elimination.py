@@ -163,6 +163,9 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
 
     By elimination of residues alone, without facts: of the rows that have no pivot yet, the first whose number in a
     column is not zero has the pivot of that column. A component without meaning has rank 0.
+
+    Worked example, [[2, 4], [1, 2]] modulo 7. In column 0 the pivot is the 2 of row 0. 1 / 2 is 4, so that row 1 less 4
+    times row 0 is [1 - 8, 2 - 16] = [0, 0]. In column 1 the free row 1 has a zero: there is no pivot. The rank is 1.
     """
     x = a.number
     p = field.residues.primes_of(x)

@@ -138,13 +138,13 @@ class _Table:
         """What a constant, but for its sign, was computed of; with one operation if that gives it."""
         size = self.dtype.type(abs(value))
         sign = -1 if value < 0 else 1
-        for once in self.values:
-            for place in self._find_equal(once, size):
+        for values in self.values:
+            for place in self._find_equal(values, size):
                 folded = self._compute_once(int(place))
                 if self._is_near(folded.ratio, size):
                     return _with_sign(folded, sign)
-        for once in self.values:
-            twice = self._find_twice(once, size)
+        for values in self.values:
+            twice = self._find_twice(values, size)
             if twice is not None:
                 return _with_sign(twice, sign)
         return None

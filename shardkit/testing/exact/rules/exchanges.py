@@ -158,7 +158,11 @@ class Devices:
     def gather(self, x: Operand, axes: Sequence[str], to: int, tiled: bool) -> Operand:
         """all_gather: the mesh dims become part of dim `to`, or a new dim there.
 
-        Worked example, tiled over 4 devices: [4] + [2, 3] gathered along dim 0 is [1] + [8, 3].
+        Worked example, tiled over 4 devices, of [4] + [2, 3] along dim 1:
+
+            the mesh dim goes before dim 1      [2, 4, 3]
+            both become one                     [2, 12]
+            all devices have the same           [1] + [2, 12]
         """
         dims = self._find_dims(axes)
 

@@ -27,7 +27,11 @@ from shardkit.testing.exact.rules.random_keys import apply_random, apply_threefr
 
 
 def _shift_logically(x: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Integers shifted to the right as bits, filled with zeros; numpy fills a negative one with ones."""
+    """Integers shifted to the right as bits, filled with zeros; numpy fills a negative one with ones.
+
+    Worked example: -8 in int8 has the bits 11111000. Shifted by one they are 01111100, which is 124; numpy's are
+    11111100, which is -4.
+    """
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     bits = x.view(unsigned)
     places = places.astype(unsigned)

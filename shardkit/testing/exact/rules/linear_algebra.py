@@ -117,7 +117,11 @@ def factor_cholesky(scope: Scope, equation: Any, a: Exact) -> Exact:
 
 
 def factor_qr(scope: Scope, equation: Any, a: Exact) -> list[Any]:
-    """qr, of wide matrices too."""
+    """qr, of wide matrices too.
+
+    Worked example: A = [[3], [4]]. A^T A is 25, and its Cholesky factor is r, a random number whose square is 25. The
+    real R is -5 by LAPACK, so that R is -r here, and Q is A / -r.
+    """
     field = scope.field
     params = equation.params
     a = to_number(field, a)
@@ -187,7 +191,9 @@ def factor_symmetric(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     values, vectors = apply_real_function(partial(np.linalg.eigh, UPLO=triangle), a, [(n,), (n, n)])
     # Both triangles are equal now: one of them says all.
     word = hash_elements(field, "eigh", take_triangle(a.number))
-    # As many eigenvalues as the rank lacks are zero: those that are the smallest in real numbers.
+    # As many eigenvalues as the rank lacks are zero: those that are the smallest in real numbers. Worked example, of a
+    # matrix [3, 3] of rank 2 with the real eigenvalues [-3, 1e-16, 2]: in the order of their sizes they are the numbers
+    # [1, 2, 0], so their places in that order are [2, 0, 1]. One eigenvalue is zero: that with the place 0, number 1.
     nearest_to_zero = np.argsort(np.abs(values[0]), -1, kind="stable")
     is_zero = np.argsort(nearest_to_zero, -1) < n - find_rank(field, a)[..., None]
     w = apply_matrix_function(field, "eigenvalues", a, word, values)

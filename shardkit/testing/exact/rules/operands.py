@@ -21,6 +21,7 @@ from shardkit.testing.exact.numbers.values import Exact
 # Arrays of integers and booleans, of floats that follow from no input, and of keys, a word each.
 Known = np.ndarray
 Operand = Any  # Exact or Known
+# Takes an array and the number of dims that it leaves as they are, and moves elements along the others.
 Move = Callable[[Any, int], Any]
 
 

@@ -409,7 +409,8 @@ def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
     field = scope.field
     dim = 1 + scope.rank + equation.params["axis"]
     size = x.shape[dim - 1]
-    # Window i reads elements 0 to i, and padding before them; a reverse one i to the end.
+    # Window i reads elements 0 to i, and padding before them; a reverse one i to the end. Worked example, of three
+    # elements: the places [[3, 3, 0], [3, 0, 1], [0, 1, 2]], where 3 is the padding, whose exp is 0.
     padding = (size - 1, 0)
     if equation.params["reverse"]:
         padding = (0, size)
