@@ -127,12 +127,12 @@ class Crossings:
         index, root = roots_by_place[place][self.rng.integers(len(roots_by_place[place]))]
         if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
             self._tie = place[:3], index
-            number = _root(field, moved, before.by_place[place], after.by_place[place], index)
+            number = _find_residues_of_root(field, moved, before.by_place[place], after.by_place[place], index)
             return moved._replace(number=number, real=root)
         roots = []
         for elements in roots_by_place.values():
             roots += [other for _, other in elements]
-        return moved._replace(real=self._beyond(root, np.array(roots)))
+        return moved._replace(real=self._choose_beyond(root, np.array(roots)))
 
     def _choose_place(self, candidates: Sequence[Any], preferred: Container[Any]) -> Any:
         """One of the comparisons: often a preferred one, and of these one that was solved for least often.
@@ -160,13 +160,13 @@ class Crossings:
             second = after.by_place.get(place)
             if second is None or second.number.shape != first.number.shape:
                 continue
-            roots, is_known = _roots(field, moved, first, second)
+            roots, is_known = _find_real_roots(field, moved, first, second)
             indices = np.flatnonzero(is_known)
             if len(indices):
                 roots_by_place[place] = list(zip(indices.tolist(), roots.reshape(-1)[indices].tolist(), strict=True))
         return roots_by_place
 
-    def _beyond(self, root: float, others: np.ndarray) -> float:
+    def _choose_beyond(self, root: float, others: np.ndarray) -> float:
         """A value on one side of a root: between it and the next root, or farther away."""
         direction = float(self.rng.choice([-1.0, 1.0]))
         distances = (others - root) * direction
@@ -177,7 +177,9 @@ class Crossings:
         return root + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root))
 
 
-def _roots(field: Field, moved: Element, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:
+def _find_real_roots(
+    field: Field, moved: Element, first: Difference, second: Difference
+) -> tuple[np.ndarray, np.ndarray]:
     """For each element of a difference the value of the moved element at which it is zero, and where that is known.
 
     Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, the root 2.5.
@@ -189,7 +191,7 @@ def _roots(field: Field, moved: Element, first: Difference, second: Difference) 
     return root, changes & first.asked & second.asked & (np.abs(root) < _LARGEST)
 
 
-def _root(field: Field, moved: Element, first: Difference, second: Difference, at: int) -> np.ndarray:
+def _find_residues_of_root(field: Field, moved: Element, first: Difference, second: Difference, at: int) -> np.ndarray:
     """The residues of the moved element at which element `at` of a difference is zero, modulo each prime.
 
     Worked example, modulo 7 with a step of 1 in place of a sixteenth: the difference is 1 at 3 and 3 at 4, so that the

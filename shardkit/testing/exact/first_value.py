@@ -54,6 +54,9 @@ class FirstValue:
     def describe(self, relation: str, reference_is_zero: bool) -> str:
         """The end of a message: the relation of the result to the reference's, and the first value.
 
+        Worked example: ": it is 1/2 of the reference everywhere. The first value that the reference does not have is
+        that of div at kernel.py:4, of a value that is the reference's only summed over 'tp'".
+
         Args:
             relation: how the result differs, in words; "" if that is not known.
             reference_is_zero: whether the reference's result is zero, so that all values are unknown to it.
@@ -61,7 +64,9 @@ class FirstValue:
         origin = self.values.find_origin(self.got)
         first = None if reference_is_zero else self.find()
         if first is None:
-            return _begin(relation) + (f"; it comes from {origin}" if origin else "")
+            end = f"; it comes from {origin}" if origin else ""
+            return _begin(relation) + end
+        # An equation may be right, and read a wrong value: then the mistake is where that value was made.
         source = self.values.find_misread(first)
         if source is not None and source.line != first.place.line:
             return (
@@ -70,6 +75,7 @@ class FirstValue:
             )
         sentence = f"The first value that the reference does not have is that of {first.place}"
         factor = relation or describe_factor(self.values, first)
+        # Without a factor it is likelier that a mask or an integer is wrong, by which the equation chose.
         if not factor:
             mask = self._find_mask(first)
             if mask is not None:

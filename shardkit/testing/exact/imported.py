@@ -121,16 +121,10 @@ class ImportedProgram(NamedTuple):
         kept = tuple(range(len(jaxpr.in_avals)))
         if len(module.find_function("main").arguments) != len(kept):  # else `keep_unused=True` keeps all
             kept = tuple(number for number, used in enumerate(compat.arguments_used(jaxpr.jaxpr)) if used)
-        inputs = []
-        for place, number in enumerate(kept):
-            sharding = shardings.inputs[place] if shardings.inputs else b""
-            inputs.append(read_layout(sharding, jaxpr.in_avals[number], mesh))
-        outputs = []
-        for place, aval in enumerate(jaxpr.out_avals):
-            sharding = shardings.outputs[place] if shardings.outputs else b""
-            outputs.append(read_layout(sharding, aval, mesh))
+        inputs = _read_layouts(shardings.inputs, [jaxpr.in_avals[number] for number in kept], mesh)
+        outputs = _read_layouts(shardings.outputs, jaxpr.out_avals, mesh)
         versions = ", ".join(f"{name} {version}" for name, version in built.answer["versions"].items())
-        return cls(module, kept, tuple(inputs), tuple(outputs), mesh, f"{topology}, {versions}")
+        return cls(module, kept, inputs, outputs, mesh, f"{topology}, {versions}")
 
     def describe_compiler(self) -> str:
         """Devices, and the platform or chips with the versions of their compiler."""
@@ -209,6 +203,16 @@ def make_layout(sharding: Any, aval: Any, devices: Sequence[Any], mesh: dict[str
         starts = np.concatenate([layout.starts, np.zeros((len(devices), len(data)), np.int32)], 1)
         return layout._replace(starts=starts, shape=(*layout.shape, *data))
     return layout
+
+
+def _read_layouts(shardings: Sequence[bytes], avals: Sequence[Any], mesh: dict[str, int]) -> tuple[DevicePieces, ...]:
+    """The layouts of arguments or results by their shardings; without shardings, as on one device, all are whole."""
+    if not shardings:
+        shardings = [b""] * len(avals)
+    layouts = []
+    for sharding, aval in zip(shardings, avals, strict=True):
+        layouts.append(read_layout(sharding, aval, mesh))
+    return tuple(layouts)
 
 
 def read_layout(sharding: bytes, aval: Any, mesh: dict[str, int]) -> DevicePieces:
