@@ -15,7 +15,7 @@ class UnknownValueError(Exception):
     """A comparison of a number whose real value is beyond floats, or of a function that has none."""
 
 
-# With other numbers, or other inputs, a result may have a value.
+# With other numbers, other inputs or more primes a result may have a value.
 NO_VALUE = (RedrawError, TooDeepError, UnknownValueError)
 
 
