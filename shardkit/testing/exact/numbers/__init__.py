@@ -1,4 +1,4 @@
-"""The numbers of a proof: what stands for an array of floats, and what arithmetic means for it.
+"""The numbers of a proof, which stand for floats, and their arithmetic.
 
 Two programs that agree at random points of a finite field are the same function of all inputs, but for a chance that is
 their degree over the size of the field (Schwartz and Zippel). So a proof runs both programs on random numbers modulo
@@ -28,11 +28,12 @@ A division multiplies with the inverse, and an equality compares the residues th
     exp(-x)        = (-, 5,  3)  -x is (2, 4, 14); 4**2 is 5 modulo 11, 4**4 is 3 modulo 23
     exp(x) exp(x)  = (-, 4, 18)  which is not exp(x y) = (-, 5, 13): refuted
 
-Start with `values.py`, what stands for an array, and `arithmetic.py`. What a reader may look for, from the bottom up:
+Start with `values.py`, which has `Exact`, an array of such numbers, and `arithmetic.py`. What a reader may look for,
+from the bottom up:
 
 - how residues are multiplied, inverted and raised to powers: `residues.py`, with the primes of `tower.py` and the
   random functions of `hashing.py`;
-- what an array is: `Exact` in `values.py`. `assembly.py` puts elements of several arrays together;
+- how elements of several arrays are put together: `assembly.py`;
 - which rational number a constant stands for: `constants.py`. `computed.py` is of constants that a program computes,
   `folded.py` of those that its compiler has computed;
 - what a run is, and what it remembers: the `Field` in `field.py`. `inputs.py` draws its inputs;

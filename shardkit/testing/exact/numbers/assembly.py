@@ -69,8 +69,8 @@ def join_parts(arrays: Sequence[Exact], join: Callable[[list[np.ndarray]], np.nd
 def join_arrays(arrays: Sequence[np.ndarray], dim: int, new: bool, lead: int = 0) -> np.ndarray:
     """Arrays stacked or concatenated along a dim behind the first `lead`; their other dims broadcast.
 
-    The dims of a mesh are of size 1 where all devices have the same. So what differs between devices is joined with
-    what does not: [4, 3] and [1, 2] along dim 1 are [4, 3] and [4, 2], and make [4, 5].
+    The dims of a mesh are of size 1 where all devices have the same. So arrays that differ between devices are joined
+    with arrays that do not: [4, 3] and [1, 2] along dim 1 are [4, 3] and [4, 2], and make [4, 5].
     """
     shapes = [x.shape[lead:] for x in arrays]
     if new:

@@ -31,7 +31,7 @@ class ComputedConstant:
         result: in float32; kept, so that no other array has its id.
         operands: the constants that it was computed of.
         compute: computes it in the field.
-        exact: what that gave; None as long as nothing asked for it.
+        exact: the result of `compute`; None as long as nothing asked for it.
     """
 
     result: np.ndarray

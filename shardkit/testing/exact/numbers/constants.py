@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# What is at least as large stands for infinity in a mask.
+# A constant that is at least as large stands for infinity in a mask.
 LEAST_INFINITE = 1e9
 LARGEST_DENOMINATOR = 2**14
 _MOST_DIGITS = 3
@@ -42,7 +42,7 @@ def _round_alike(x: float, y: float, dtype: Any) -> bool:
 
 
 def widen(x: np.ndarray) -> np.ndarray:
-    """Constants of less than 32 bits as what they stand for, because rounding is not modelled."""
+    """Constants of less than 32 bits as the float32 that they stand for, because rounding is not modelled."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
     # Mostly there are few values: 1/3 in bfloat16, 0.3340, becomes the float32 that stands for 1/3.

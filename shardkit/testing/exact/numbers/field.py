@@ -17,12 +17,12 @@ numbers are compared in the components that both have (`valid`).
 
 Residues have no order, and comparisons need one. A run decides them in one of two ways. In a "draw", real inputs are
 drawn beside the residues, and every operation is done on them too, in float64. They say which of two numbers is larger,
-so that what happens is what happens for inputs that exist. In an "order", real values decide nothing: numbers are put
+so that each branch is taken for inputs that exist. In an "order", real values decide nothing: numbers are put
 into a random total order, so that a branch is taken that no draw has reached (see `orders.py`).
 
-Not a number is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, what a gather reads out of
-bounds. It spreads as in floats, and equals no number. What comes from outside of the domain of a function in a draw, as
-the logarithm of a number that happens to be negative, is told apart: nothing is compared there.
+NaN is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, an element that a gather reads out of
+bounds. It spreads as in floats, and equals no number. A value from outside of the domain of a function, as the
+logarithm of a number that happens to be negative in a draw, is told apart from it: nothing is compared there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from shardkit.testing.exact.numbers.values import (
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 MIXED = "mixed"  # of which each element is one of the kinds
 SIMILAR = "similar"  # of which rows, columns or all elements are one of the kinds, and differ by little
-# All inputs are of one size: a norm of a hundred of them is then smaller, or larger, than what it is clipped to.
+# All inputs are of one size: a norm of a hundred of them is then below, or above, the bound to which it is clipped.
 SCALED = ("tiny", "large", "tiniest")
 # Kinds that plant equal rows or elements, zeros, or crossings. A division by zero is then the draw's, not the
 # program's, and gradients are not compared: the derivative of a maximum of equal numbers is a matter of convention.
@@ -72,7 +72,7 @@ _MOST_KEPT = 64  # elements of a constant that is kept
 
 
 class Settings(NamedTuple):
-    """The arguments that a field is made of; `Field` says what each of them is."""
+    """The arguments of a field; `Field` describes them."""
 
     points: int
     seed: int
@@ -91,10 +91,10 @@ class Field:
         residues: the primes and the points, with the arithmetic of residues.
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: what the inputs of a draw are, one of KINDS, PLANTED or SCALED, or MIXED, SIMILAR, "narrow"; "" for one
+        kind: the kind of the inputs of a draw, one of KINDS, PLANTED or SCALED, or MIXED, SIMILAR, "narrow"; "" for one
             of KINDS for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison
             changes its answer (a maximum of equal numbers), and the others are of the other kind.
-        scale: by what normal inputs are multiplied.
+        scale: the factor by which normal inputs are multiplied.
         levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
         settings: the arguments that this field was made of.
         marks: which integers follow from floats.
@@ -103,26 +103,27 @@ class Field:
         rounded: the functions of constants that were computed in floats, as log(2), in words.
         rounded_values: their values, by the side of the comparison that computed them.
         compared: how many arrays were put in order.
-        deepest: the most primes that exps used up, on the way to what was compared.
+        deepest: the most primes that exps used up, on the way to a number that was compared.
         outside: the line where a value was first outside of the domain of a function.
         logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
         exps: whether an exp was taken.
-        domains: whether a logarithm, or a root, was taken of what may be outside of its domain for other inputs.
+        domains: whether a logarithm, or a root, was taken of a number that may be outside of its domain for other
+            inputs.
         chances: whether random bits of keys were used, which differ from draw to draw.
-        folded: constants that stand for what they were computed of, by value and dtype.
+        folded: constants that stand for the exact values of computations, by value and dtype.
         constants: by side, the constants that became numbers of the field, by value and dtype.
         compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
-        inputs: what was drawn, by name.
+        inputs: the inputs that were drawn, by name.
         elements: by the name of an input, values that its elements must have in this draw.
-        coverage: what notes which way comparisons went, if any does.
-        memory: what recalls what a first run computed, if any does.
+        coverage: notes which way comparisons went; None if nothing does.
+        memory: recalls the results of a first run; None if nothing does.
         turned: the comparisons whose outcome is turned round in this run (`hidden.py`), by the id of the equation and
             the part of it; whether it is so for equal numbers alone.
         numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
             the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
-        roots: what is known of square roots.
+        roots: the square roots that were drawn, and their laws.
         laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
         grams: Gram matrices: from rows, columns and residues of a matrix A to those of A^T A and their degree. So the
             factor R of a QR of A, which has roots, is known by R^T R = A^T A.
@@ -193,12 +194,12 @@ class Field:
 
     @property
     def divides(self) -> bool:
-        """Whether something was divided by what may be zero for some inputs, or a logarithm was taken of it."""
+        """Whether there was a divisor, or the argument of a logarithm, that may be zero for some inputs."""
         return self._divisions > 0 or self.domains
 
     @property
     def planted(self) -> bool:
-        """Whether inputs are equal, or zero, by the draw: what is no number then is so for these inputs alone."""
+        """Whether the draw has made inputs equal, or zero: a NaN may then be one for these inputs alone."""
         return self.order is None and self.kind.partition(" ")[0] in PLANTED
 
     @property
@@ -263,7 +264,7 @@ class Field:
             self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
 
     def add_notes(self, other: Field, sides: Sequence[int]) -> None:
-        """Adds what runs of some sides in another field of like settings noted, as if they had been in this one."""
+        """Adds the notes of some sides in another field of like settings, as if they had run in this one."""
         self.uninterpreted |= other.uninterpreted
         self.rounded |= other.rounded
         for side in sides:
@@ -281,7 +282,7 @@ class Field:
             self.constants[side] = set(other.constants.get(side, ()))
 
     def settle(self, x: Exact) -> Exact:
-        """The same array, with one number for what is truly infinite, and with zero for what is no number.
+        """The same array, with one number for all true infinities, and with zero for all NaN.
 
         So arrays that are infinite at the same places are equal there, whatever they were computed from.
         """
@@ -301,7 +302,7 @@ class Field:
         number = np.where(no_number, np.uint64(0), number)
         real = np.where(no_number, math.nan, real)
 
-        # The facts of what is special: its own sign, no prime used up, and no logarithm.
+        # The facts of these special elements: their own sign, no prime used up, and no logarithm.
         special = no_number | x.is_truly_infinite
         factor = x.factor
         if factor is not None:
@@ -335,7 +336,7 @@ class Field:
         return other
 
     def with_folded(self, folded: Mapping[Constant, Folded]) -> Field:
-        """The same field, which has noted nothing, and in which some constants stand for what they were computed of."""
+        """The same field, which has noted nothing, and in which some constants stand for exact values."""
         other = self.like()
         other.folded = {**self.folded, **folded}
         return other

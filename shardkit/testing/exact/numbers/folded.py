@@ -1,10 +1,10 @@
 """Constants that a compiler, or Python, computed in floats before a proof sees them.
 
 XLA makes `x * (0.9 * 0.9)` of `(x * 0.9) * 0.9`, and writes 0.80999994, which is 0.9 * 0.9 in float32 and no simple
-rational. So a constant of one side that is neither simple nor one of the other side's may stand for what it was
-computed of: constants of the other side, by one or two operations, each rounded to its dtype. The search is for equal
-bits. A constant that is one unit in the last place off, as 0.9999999 for 1, stands for no other, unless an operation on
-other constants gives its very bits.
+rational. So a constant of one side that is neither simple nor a constant of the other side may stand for the result of
+one or two operations on constants of the other side, each rounded to its dtype. The search is for equal bits. A
+constant that is one unit in the last place off, as 0.9999999 for 1, stands for no other, unless an operation on other
+constants gives its very bits.
 
 Several computations may give the same bits: 0.014142135 is 0.01 * 1.4142135, and 0.01 / 0.70710677. Then it is the one
 of the most constants that the side with the folded constant has lost, as 1.4142135, which XLA multiplied.
@@ -42,7 +42,7 @@ class Folded(NamedTuple):
 
 
 def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[Constant, Folded]:
-    """Of constants of a side that are no simple rationals, what they were computed of, where that is found.
+    """The computations for which constants of a side stand that are no simple rationals, where they are found.
 
     Worked example: one side has {2.0, 0.80999994}, the other {2.0, 0.9}. 2.0 is on both, and 0.80999994 is no simple
     rational, but 0.9 * 0.9 in float32: it stands for Folded(81/100, "0.9 * 0.9").
@@ -129,7 +129,7 @@ class _Table:
         return np.array(values, dtype)
 
     def _round(self, leaf: float, dtype: Any) -> Any:
-        """A constant as it is computed with in a dtype: in its own as it is, in float64 as what it stands for."""
+        """A constant for a computation: in its own dtype as it is, in float64 as the rational that it stands for."""
         if dtype == self.dtype:
             return dtype.type(leaf)
         return dtype.type(float(self._exact(leaf)))

@@ -83,7 +83,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     real = np.asarray(function(*reals))
     _note_domain(field, name, arguments)
     if field.order is None:
-        # arcsin(2) is outside of the domain in this draw. What is NaN because an argument is has its poison from there.
+        # arcsin(2) is outside of the domain in this draw. A NaN that comes from an argument has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
     facts = build_facts(shape, sign, 0, used, poison=poison)
@@ -105,7 +105,7 @@ def _draw_values(field: Field, name: str, arguments: Sequence[Exact]) -> np.ndar
 
 
 def _note_domain(field: Field, name: str, arguments: Sequence[Exact]) -> None:
-    """Notes a function of what may be outside of its domain for other inputs, as the root of what may be negative.
+    """Notes a function whose argument may be outside of its domain for other inputs, as a root.
 
     A proof then makes more draws: in one draw all arguments may be inside.
     """

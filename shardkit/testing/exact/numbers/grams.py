@@ -1,8 +1,8 @@
 """Products that factors of matrices have by their definition, and that their residues do not show.
 
 The factor L of A has random numbers for its roots. So L L^T, computed from them, is not A; only the square of one root
-alone is known. The field therefore keeps, for the matrices that a factorization returns, what their product with
-themselves is: A for L^T, the identity for Q. When a program multiplies such a matrix with itself, that is the result.
+alone is known. The field therefore keeps the product of each matrix that a factorization returns with itself: A for
+L^T, the identity for Q. When a program multiplies such a matrix with itself, the kept product is the result.
 
 Worked example, the distributed QR that stacks factors (TSQR). Two devices have the rows A1 and A2, and compute R1 and
 R2; one of them computes the R of [R1; R2]. The product of [R1; R2] with itself is R1^T R1 + R2^T R2, which is kept as
@@ -95,7 +95,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
         kept.append((place, *squares_of_factor))
     if not lower:
         return _take_halves(field, factors, halves, x)
-    # A itself: the product has its facts and real values, and what is kept its residues.
+    # A itself: with the facts and real values of the product, and the residues that are kept.
     squares = matmul(field, a, upper)
     degree = squares.degree
     for place, number, degree_of_factor in kept:
@@ -144,7 +144,7 @@ def _multiply_residues(field: Field, x: np.ndarray, y: np.ndarray) -> np.ndarray
 def _find_kept_rows(
     field: Field, a: np.ndarray, heights: Sequence[int]
 ) -> tuple[list[tuple[np.ndarray, Degree]], list[int]]:
-    """What is kept of blocks of rows of [components, m, n], and the other rows; the highest blocks first."""
+    """The kept products of blocks of rows of [components, m, n], and the other rows; the highest blocks first."""
     kept: list[tuple[np.ndarray, Degree]] = []
     other_rows: list[int] = []
     m = a.shape[1]
@@ -165,7 +165,7 @@ def _find_kept_rows(
 def _find_kept_block(
     field: Field, a: np.ndarray, heights: Sequence[int]
 ) -> tuple[int, tuple[np.ndarray, Degree]] | None:
-    """The height of the first kept block that [components, m, n] begins with, and what is kept; None if none is."""
+    """The height of the first kept block with which [components, m, n] begins, and its product; None if none is."""
     m, n = a.shape[1:]
     for height in heights:
         if height <= m:

@@ -33,7 +33,7 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
     y_free = _list_free_dims(y.shape[rank:], y_contracted, y_batch)
     left = _group_dims(x, rank, (x_batch, x_free, x_contracted))
     right = _group_dims(y, rank, (y_batch, y_contracted, y_free))
-    # The field keeps what some products are, as L L^T of a Cholesky factor: they do not follow from residues.
+    # The field remembers some products that do not follow from residues, as L L^T of a Cholesky factor.
     product = find_product(scope.field, left, right)
     if product is None:
         product = matmul(scope.field, left, right)

@@ -52,7 +52,7 @@ _LARGEST_POWER = 1024
 def note_constants(
     scope: Scope, axes: Mapping[str, int], equation: Any, operands: Sequence[Operand], results: Sequence[Operand]
 ) -> None:
-    """Notes how an equation computed a float constant, if float32 may have rounded it or what it was computed of."""
+    """Notes how an equation computed a float constant, if float32 may have rounded it or an operand."""
     if len(results) != 1:
         return
     [result] = results

@@ -122,7 +122,7 @@ class Devices:
             return np.asarray(x * n, x.dtype)
         if differs:
             return sum_dims(self.field, x, [dim], keep=True)
-        # All n devices add the same number: x n. This is where a psum of what is replicated counts it n times.
+        # All n devices add the same number: x n. So a psum of a replicated value counts it n times.
         if n > 1:
             return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), n)))
         return x
@@ -227,7 +227,7 @@ class Devices:
         return result
 
     def exchange(self, x: Operand, axes: Sequence[str], split: int, to: int, tiled: bool) -> Operand:
-        """all_to_all: dim `split` is cut into a piece for each device, and what arrives is joined along dim `to`.
+        """all_to_all: dim `split` is cut into a piece for each device; arriving pieces are joined along dim `to`.
 
         Worked example, tiled over 4 devices: [4] + [8, 3] with split 0 and to 1 is cut to [4] + [4, 2, 3]. The dims
         of sender and piece are swapped, so that dim 0 is the receiver; the pieces of all senders are joined along dim 1

@@ -75,9 +75,10 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 def to_known(x: Any, as_stored: bool = False) -> Known:
     """A constant or an input as a known array; keys as words.
 
-    A constant of 16 bits is what it stands for. In bfloat16 it may be `as_stored`, because compilers widen this dtype:
-    0.9 is 0.8984375 there, and XLA makes a product with the float32 1.1130434 of a division by it. In float16 the
-    product is with a float16 again, which stands for 10/9.
+    A constant of 16 bits becomes the number that it stands for: 0.8984375 in bfloat16 becomes 0.9. In a compiled
+    program a bfloat16 stays `as_stored`, because compilers widen this dtype: XLA replaces the division by that constant
+    with a product with the float32 1.1130434, which is 1 / 0.8984375 and not 1 / 0.9. In float16 the product is with a
+    float16 again, which stands for 10/9.
     """
     if hasattr(x, "dtype") and is_key(x):
         return make_words(np.asarray(jax.random.key_data(x)))

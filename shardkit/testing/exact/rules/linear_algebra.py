@@ -1,4 +1,4 @@
-"""Linear algebra of small matrices in the field: exact where it is rational, else uninterpreted with what is known.
+"""Linear algebra of small matrices in the field: exact where it is rational, else uninterpreted, with some laws.
 
 - Triangular solves and LU are sums, products and quotients (`elimination.py`).
 - Cholesky's factor of A = U D U^T, where U has ones on its diagonal, is L = U sqrt(D). U and D are rational, and of a
@@ -7,7 +7,7 @@
   L^-T (L^-1 b) is A^-1 b (`grams.py`).
 - R of QR is the transposed Cholesky factor of A^T A but for signs, which are those of the real R, so LAPACK's; Q is
   A R^-1. The field remembers that Q^T Q is I, and R^T R is A^T A. The R of stacked factors, [R1; R2] of two devices, is
-  therefore the R of all rows: the product of [R1; R2] with itself is the sum of what is remembered of R1 and R2.
+  therefore the R of all rows: the product of [R1; R2] with itself is the sum of those that are remembered of R1 and R2.
 - Eigenvalues, singular values and vectors are uninterpreted functions of all elements that jax reads
   (`matrix_functions.py`). A matrix [n, n] of rank r in the field has n - r eigenvalues that are zero.
 
@@ -51,7 +51,7 @@ from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.scope import Scope
 
-# What is not only sums, products and quotients.
+# Factorizations that need more than sums, products and quotients.
 FACTORS = {"cholesky", "qr", "eigh", "svd"}
 
 
@@ -72,7 +72,7 @@ def solve_triangular(scope: Scope, equation: Any, a: Operand, b: Operand) -> Exa
         a = transpose(a)
         lower = not lower
     x = substitute(field, a, b, lower, params["unit_diagonal"])
-    # The diagonal of a factor of Cholesky's has random roots, which do not cancel: the field kept what x is then.
+    # The diagonal of a factor of Cholesky's has random roots, which do not cancel: the field remembers x itself.
     if field.grams and not params["unit_diagonal"]:
         x = complete_solution(field, a, b, x, lower)
     if not params["left_side"]:

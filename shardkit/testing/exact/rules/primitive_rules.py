@@ -1,4 +1,4 @@
-"""The table of all rules, by the name of the primitive, and what applies them to an equation."""
+"""The table of all rules, by the name of the primitive, and the function that applies them to an equation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ORDERED = {
     "select_and_scatter_add",
     "select_and_gather_add",
 }
-# Primitives that are refused, and what to know of them.
+# Primitives that are refused, with the reason, and what has a meaning in their place.
 _WITHOUT_MEANING = {
     "fft": "whose numbers are complex (a product with matrices of cosines and sines has one)",
     "eig": "whose values may be complex (eigh of a symmetric matrix has one)",

@@ -94,9 +94,9 @@ def _hash_places(keys: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
-    """What jax itself draws of a threefry key, as a compiled program does; None for other keys and primitives.
+    """The bits that jax itself draws of a threefry key, as a compiled program does; None for other keys and primitives.
 
-    The key is a word of two halves, and so is what is drawn at a place: the hash of the two halves of its number.
+    A key is a word of two halves. A draw at a place is a word, too: the hash, by the key, of the number of the place.
     """
     name = equation.primitive.name
     if name not in ("random_fold_in", "random_split", "random_bits") or not _is_threefry(equation):

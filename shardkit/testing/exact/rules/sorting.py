@@ -60,7 +60,7 @@ def take_top(scope: Scope, equation: Any, x: Exact) -> list[Operand]:
     if not params.get("is_max_k", True):
         keys = -keys
     _note_order(scope, equation, x, keys, dim)
-    keys = put_nan_last(keys)  # what is no number comes first, as the largest
+    keys = put_nan_last(keys)  # NaN comes first, as the largest
     # Stable: of equal numbers the first comes first, as in jax.
     descending = np.argsort(-keys, axis=dim, kind="stable")
     places = np.take(descending, range(params["k"]), dim)

@@ -232,7 +232,7 @@ def add_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
-    """The product of what each window reads, factor by factor."""
+    """The product of the elements of each window, factor by factor."""
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
     reads = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
     dim = scope.rank + 1

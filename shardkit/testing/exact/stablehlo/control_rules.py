@@ -23,7 +23,7 @@ def _call_function(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """A while loop, whose operands are the first values of what it carries; its regions are a test and a body."""
+    """A while loop, whose operands are the first values of its carry; its regions are a test and a body."""
     test = reader.make_function(find_body(operation, 0))
     body = reader.make_function(find_body(operation, 1))
 

@@ -29,7 +29,7 @@ METADATA = 7
 LITERAL = 8
 TUPLE_INDEX = 13
 TARGET = 28
-CONFIG = 43  # of a call, what the backend is told
+CONFIG = 43  # of a call, the settings of its library
 API_VERSION = 77
 _NUMBER = 35
 _OPERANDS = 36
@@ -49,7 +49,7 @@ class WrittenInstruction:
         number: the number by which others read it.
         name: as the compiler prints it.
         opcode: as "add".
-        operands: the numbers of what it reads.
+        operands: the numbers of the instructions that it reads.
         shape: a serialized ShapeProto.
         others: all other fields, by their numbers.
     """
@@ -97,7 +97,7 @@ class WrittenInstruction:
 
     @property
     def metadata(self) -> list[tuple[int, bytes]]:
-        """The field that says from which line it comes, for what is written in its place."""
+        """The field with the line of the source, for instructions that are written in its place."""
         return [(number, field) for number, field in self.others if number == METADATA]
 
 

@@ -52,7 +52,7 @@ class ImportedModule:
         return self._callers[location](rule)
 
     def find_function(self, name: str) -> Any:
-        """The block of a function, by its name; "main" is what one device runs."""
+        """The block of a function, by its name; "main" is the program of one device."""
         return self._functions[name].regions[0].blocks[0]
 
 
@@ -73,7 +73,10 @@ _MOST_AROUND = 8
 
 
 def _find_location(operation: Any) -> str:
-    """Where an operation comes from; of one that a compiler made without a line, where what reads it comes from."""
+    """The location of an operation in the source. Of one without a line, that of the nearest operation that reads it.
+
+    A compiler makes operations without a line, as the zero with which it pads an operand.
+    """
     waiting = [operation.operation]
     for number in range(_MOST_AROUND):
         if number == len(waiting):

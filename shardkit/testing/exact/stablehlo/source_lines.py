@@ -20,7 +20,7 @@ def make_caller(location: str) -> Callable[[Callable[[], Any]], Any]:
     """A function that calls another one from the lines of a location, so that jax notes these as its traceback.
 
     Worked example: for `"loss_fn"("model.py":12:8) at "<module>"("train.py":3:0)` it is a function `<module>` of line 3
-    of train.py, which calls a function `loss_fn` of line 12 of model.py, which calls what it is passed.
+    of train.py, which calls a function `loss_fn` of line 12 of model.py, which calls the rule that it is passed.
     """
     caller: Callable[..., Any] = _call
     for name, path, line in _FRAME.findall(location):

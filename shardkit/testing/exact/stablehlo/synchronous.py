@@ -1,7 +1,8 @@
 """Makes the asynchronous instructions of a module synchronous, before jaxlib reads it.
 
-A start and its end are one operation of arrays: what lies between is time. jaxlib refuses some of them (an all-gather
-of several arrays, an end that is passed the number of a stream, seen with jaxlib 0.10.2), and gives others no types.
+A start and its end are one operation of arrays; the time between them changes no number. jaxlib refuses some of them
+(an all-gather of several arrays, an end that is passed the number of a stream, seen with jaxlib 0.10.2), and gives
+others no types.
 
 Worked example, of which `%start` has the type (f32[2], f32[8]):
 
@@ -27,8 +28,8 @@ class _Pair(NamedTuple):
     """How a start is written as one operation.
 
     Attributes:
-        done: the opcode of what ends the start.
-        update: the opcode of what passes it on, before the end; "" if there is none.
+        done: the opcode of the end.
+        update: the opcode of instructions between them, which pass the start on; "" if there are none.
         opcode: that of the one operation.
     """
 
@@ -48,7 +49,7 @@ _PAIRS = {
 
 
 def wait_for_starts(computation: WrittenComputation) -> None:
-    """Writes each start with its end as one operation, and leaves out what only says what runs first."""
+    """Writes each start with its end as one operation, and leaves out instructions that only say what runs first."""
     # For each instruction that goes, by its number: the number of the one that is read in its place.
     replacements = _join_starts(computation)
     for instruction in computation.instructions:

@@ -35,7 +35,7 @@ from shardkit.testing.exact.stablehlo.instructions import (
     WrittenInstruction,
 )
 
-# The field of a module and of a computation with what it takes and returns; of a literal its shape.
+# The field of a module and of a computation with the shapes of parameters and result; of a literal with its shape.
 _PROGRAM_SHAPE = 4
 _PARAMETERS = 1
 _RESULT = 2
@@ -52,8 +52,8 @@ _TILES = 6
 _TILE_DIMS = 1
 _WHOLE_DIM = 1 << 63  # a dim of a tile that is joined with the next one
 
-# What a bitcast becomes that reads elements in another order, with the numbers of these as JSON; and what any other one
-# becomes, which has no meaning.
+# The calls that bitcasts become. One reads elements in another order, with the numbers of these as JSON; the other one
+# has no meaning.
 READ_PLACES = "shardkit.read_places"
 READ_PADDING = "a bitcast of the padding of tiles"
 
