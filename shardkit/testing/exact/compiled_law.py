@@ -56,7 +56,7 @@ def compiled(program: Program, reference: Reference) -> str | None:
 
 
 def _prove(program: Program) -> list[str]:
-    """Refuses a compiled step that differs from the traced one; what a proof assumes of this program, as sentences."""
+    """Refuses a compiled step that differs from the traced one; returns the assumptions of a proof, as sentences."""
     check_values("law", (program.params, program.batches))
     traced = TracedRow.of(program)
     check_size("law", [traced.program], _POINTS, _RUNS, longest=_MOST_SECONDS)  # compiling takes long, too

@@ -89,7 +89,7 @@ class CompiledPair(NamedTuple):
         Args:
             where: the name of the function that users called, which begins messages.
             subject: the beginning of a message that says that a result differs.
-            noun: what a result is called, as "output".
+            noun: the word for a result, as "output".
             make_inputs: makes the arguments in a field.
             points: the number of random points.
             effort: how many runs there are.

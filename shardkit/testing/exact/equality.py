@@ -1,4 +1,4 @@
-"""Proves that a kernel equals a plain function for all inputs: what users call.
+"""Proves that a kernel equals a plain function for all inputs: the function that users call.
 
 Worked example, with one small prime, 7, in place of the tower, and one point in place of three. The kernel is
 `psum(x * x, "data")` on data=2, the reference `x[:1] * x[:1] + x[1:] * x[1:]`, and x is float32[2].

@@ -1,4 +1,4 @@
-"""Known values that follow from floats: which results of an equation do, and what a proof notes of them.
+"""Known values that follow from floats: which results of an equation do, and how a proof notes them.
 
 Integers and booleans are known, also if they follow from unknown floats: then they are those of this draw. Such values
 are marked, so that a comparison of them is noted as one that may go another way for other inputs.
@@ -81,7 +81,7 @@ _ROUNDED = {
 
 
 def note_known(field: Field, equation: Any, around: str, operands: Sequence[Known], results: Sequence[Known]) -> None:
-    """Notes what a proof must know of an equation whose operands are all known.
+    """Notes for a proof an equation whose operands are all known: a rounded constant, random bits, a comparison.
 
     Args:
         field: the field of the run, which keeps the notes.

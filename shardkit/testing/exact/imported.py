@@ -73,12 +73,12 @@ class ImportedProgram(NamedTuple):
     """A compiled program, in terms of global arrays.
 
     Attributes:
-        module: what one device runs.
+        module: the program of one device.
         kept: the numbers of the arguments that the module takes; it leaves out those that it does not need.
         inputs: the layouts of these.
         outputs: the layouts of the results.
         mesh: the names and sizes of the axes of all devices.
-        compiler: what it was compiled for, and by which versions.
+        compiler: the platform or chips for which it was compiled, and the versions of the compiler.
     """
 
     module: ImportedModule
@@ -140,7 +140,7 @@ class ImportedProgram(NamedTuple):
 
     @property
     def buffers(self) -> list[Any]:
-        """The shapes of what is in memory to which the program writes nothing: [devices, ...]."""
+        """The shapes of memory that the program reads without having written to it: [devices, ...]."""
         count = math.prod(self.mesh.values())
         shapes = []
         for value in self.module.buffers:
@@ -148,7 +148,7 @@ class ImportedProgram(NamedTuple):
         return shapes
 
     def run(self, *arguments: Any) -> list[Any]:
-        """[devices, ...]: the pieces of the results, of all global arguments and what is in `buffers`."""
+        """[devices, ...]: the pieces of the results, from all global arguments and the contents of `buffers`."""
         rows = PartitionSpec(tuple(self.mesh))
         in_specs = []
         operands = []

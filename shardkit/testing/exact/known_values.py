@@ -5,7 +5,7 @@ is known, as "summed over 'tp'" it is that of the reference; the psum is known, 
 value that the reference does not have.
 
 An algorithm of blocks has values that no program for one device has, as the largest number of a block. They are no
-mistakes: what one device computes of its blocks alone, across the dim of which it has a block, counts as known.
+mistakes: a value that one device computes of its blocks alone, across the dim of which it has a block, counts as known.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _MOVES = (*PASS, "concatenate", "dynamic_slice", "expand_dims", "gather", "pad",
 _PARTS = ("dynamic_slice", "gather", "select_n", "slice", "split")
 # Collectives that only pass elements on.
 _SENT = ("all_gather", "all_gather_invariant", "pvary", "pcast")
-# What mixes the elements of a dim: of a block it gives what no program for one device has.
+# Equations that mix the elements of a dim: of a block they give a value that no program for one device has.
 _MIXES = ("reduce_max", "reduce_min", "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _MOST_DIMS = 3  # of a value that is looked for in all orders of its dims
-# How much less likely a mistake is where the reference has what was computed.
+# How much less likely a mistake is at an equation whose result the reference has.
 KNOWN, KNOWN_ON_ONE, KNOWN_BEFORE = 3.0, 1.0, 0.5
 
 
@@ -51,11 +51,11 @@ class KnownValues:
     Attributes:
         record: the run on the mesh.
         reference: the run of the reference.
-        computed: what the reference computed, by digest; not what is elements of inputs alone.
+        computed: the values that the reference computed, by digest; not those that are elements of inputs alone.
         known: the digests of all values of the reference, and of the inputs on the mesh.
         on_devices: if the reference has a shard_map of its own, the digests of what its devices have, all together.
         made: of a number on the mesh, by its id, the event that made it.
-        near: the numbers of the events that read what a collective gave, or the index of a device.
+        near: the numbers of the events that read the result of a collective, or the index of a device.
     """
 
     def __init__(self, field: Field, reference: Record, record: Record):
@@ -207,7 +207,7 @@ class KnownValues:
         return sums
 
     def _list_unsummed(self, x: Operand, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
-        """What a value of the mesh may be put together to, but for sums over devices."""
+        """The arrays to which a value of the mesh may be put together, but for sums over devices."""
         for form, words in list_forms(self.field, x, axes):
             if not words:
                 yield form
@@ -265,7 +265,7 @@ class KnownValues:
     def _find_number(self, event: Event) -> int:
         return self.record.maker.get(id(event.results[0]), -1)
 
-    # What is read
+    # Operands
 
     def find_misread(self, event: Event) -> Call | None:
         """What made the one operand of an equation that the reference's equation has another for.
@@ -292,7 +292,7 @@ class KnownValues:
     def _list_missing(self, wanted: Sequence[Operand], forms: Sequence[set[bytes]]) -> list[int]:
         """The numbers of the operands of an equation of the reference that an equation on the mesh does not have.
 
-        `forms` has for each operand of the latter the digests of what it may be put together to.
+        `forms` has for each operand of the latter the digests of the arrays to which it may be put together.
         """
         missing = []
         for number, x in enumerate(wanted):
@@ -302,14 +302,14 @@ class KnownValues:
         return missing
 
     def _digest_forms(self, x: Operand, axes: Mapping[str, int]) -> set[bytes]:
-        """The digests of what a value of the mesh may be put together to, but for sums; none of integers and masks."""
+        """The digests of the arrays to which a value may be put together, but for sums; none of integers and masks."""
         if not is_number(x):
             return set()
         return {digest(form) for form in self._list_unsummed(x, axes)}
 
     @cached_property
     def _everywhere(self) -> set[bytes]:
-        """What all values of the mesh may be put together to."""
+        """The digests of the arrays to which all values of the mesh may be put together."""
         digests: set[bytes] = set()
         for event in self.record.events:
             values = event.results
@@ -365,11 +365,11 @@ class KnownValues:
         return last
 
     def _is_known_on_all(self, event: Event) -> bool:
-        """Whether the reference has what an equation gave on all devices."""
+        """Whether the reference has the result of an equation, of all devices together."""
         return self._varies(event) and self.describe_form(event.results[0], event.place.axes, self.computed) == ""
 
     def _is_known_on_one(self, event: Event) -> bool:
-        """Whether the reference has what an equation gave on one of the devices."""
+        """Whether the reference has the result that an equation gave on one of the devices."""
         if not self._varies(event):
             return False
         residues = take_residues(self.field, event.results[0])
@@ -392,5 +392,5 @@ def _has_devices(residues: np.ndarray, axes: Mapping[str, int]) -> bool:
 
 
 def _spread(residues: np.ndarray, axes: Mapping[str, int]) -> np.ndarray:
-    """[points, *axes, ...]: what all devices have, also where it is noted once for all along an axis."""
+    """[points, *axes, ...]: the values of all devices, a row for each, also where all along an axis have the same."""
     return np.broadcast_to(residues, (len(residues), *axes.values(), *residues.shape[1 + len(axes) :]))

@@ -1,11 +1,11 @@
-"""What a run computed, so that runs with a change compute only what follows from it.
+"""The results of a first run, so that a run with a change computes only the equations that follow from the change.
 
-A search runs a program hundreds of times, each time with another equation changed. What comes before that equation, or
-beside it, reads the very arrays that it read in the first run, and gives what it gave.
+A search runs a program hundreds of times, each time with another equation changed. The equations before it, or beside
+it, read the very arrays that they read in the first run, and give the same results.
 
 Worked example: `y = psum(x @ w, "data"); z = tanh(y)`, run again with another psum.
 
-    x, w, x @ w     read what they read: recalled
+    x, w, x @ w     read the same arrays: recalled
     psum            changed
     tanh            reads another array: computed
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class StepMemory:
-    """What steps of a run gave, by what they read: arrays are recognized by identity."""
+    """The results of the steps of a run, by the arrays that the steps read, which are recognized by identity."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, Any] = {}
@@ -29,7 +29,7 @@ class StepMemory:
         self._is_open = False
 
     def recall(self, step: Any, place: Hashable, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
-        """What a step gave there when it read the same arrays, or what it gives now.
+        """The results that a step had there when it read the same arrays; if it never did, those that it has now.
 
         `step` may be anything that stands for it, as an equation; `place` tells steps apart that share one.
         """
@@ -39,6 +39,6 @@ class StepMemory:
         results = compute()
         if self._is_open:
             self._results[key] = results
-            # What is kept is no other object's identity.
+            # Kept, so that no other object gets their identities.
             self._kept += [step, *operands]
         return results

@@ -108,7 +108,7 @@ class EquationChange:
     has_more_rows = False
 
     def __call__(self, operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        """The other results, from the operands and results of the equation, and from what variables are now."""
+        """The other results, from the operands and results of the equation, and from the values of variables."""
         raise NotImplementedError
 
     def in_round(self, round_number: int) -> EquationChange:

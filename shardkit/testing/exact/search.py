@@ -122,7 +122,7 @@ class Search:
 
     Attributes:
         programs: both programs.
-        record: what the run of the program on the mesh computed.
+        record: the run of the program on the mesh.
         got: the wrong result, or the value that differs between devices.
         wanted: the results of the reference.
         index: the number of the wrong result; None for a value that differs between devices.

@@ -1,4 +1,4 @@
-"""How long a proof takes, from the traced programs: what would take too long is refused with what to shrink."""
+"""How long a proof takes, from the traced programs. Too large ones are refused, with the array that should shrink."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ exp(x) is a power of an element of order p modulo 2p + 1, so that exp(x + y) is 
 way from an input to a result uses up one prime.
 
 A logarithm is not computed but kept, as the factor of `Exact`: log(x) has the number 0 and the factor x. Worked
-example, with what each line makes of (number, factor):
+example, with (number, factor) of each line:
 
     log(x)           (0, x)
     log(x) + log(y)  (0, x y)        so log(x y) is log(x) + log(y)

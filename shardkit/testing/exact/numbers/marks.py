@@ -29,8 +29,8 @@ class Marks:
     def add(self, x: np.ndarray, decision: bool = False, natural: bool = False) -> np.ndarray:
         """The same integers or booleans, marked.
 
-        A `decision` is what comparisons gave. A `natural` array is not negative whatever floats are, as the place of
-        an element is not.
+        A `decision` is the outcome of comparisons. A `natural` array is not negative whatever floats are, as the place
+        of an element is not.
         """
         self._arrays[id(x)] = x  # which keeps it, so that no other array has its id
         if decision:
@@ -53,12 +53,12 @@ class Marks:
         return False
 
     def is_decision(self, x: Any) -> bool:
-        """Whether booleans are what a comparison of floats gave, or several joined."""
+        """Whether booleans are the outcome of a comparison of floats, or of several joined."""
         return id(x) in self._decisions
 
     def is_natural(self, x: np.ndarray) -> bool:
         """Whether integers or booleans are not negative, whatever floats are."""
-        # What follows from floats may be another number for other inputs: what it is now proves nothing.
+        # An integer that follows from floats may be another one for other inputs: its value here proves nothing.
         if self.follows_floats(x):
             return x.dtype == bool or id(x) in self._naturals
         return bool((x >= 0).all())

@@ -47,9 +47,9 @@ def apply_matrix_function(
 
     Args:
         field: the field.
-        name: what the numbers are; another name has other numbers.
+        name: the name of the function; another name has other numbers.
         a: the matrices [..., m, n], whose used primes and poison the result has.
-        word: what they were hashed to, [components, ...].
+        word: the hash of each matrix, [components, ...].
         real: the real values, [1, ..., k] of vectors or [1, ..., k, l] of matrices.
         sign: the sign that is known of the results.
     """

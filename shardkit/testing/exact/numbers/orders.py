@@ -52,12 +52,12 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
 
 
 def _find_real_keys(field: Field, x: Exact) -> np.ndarray:
-    """The real values, but for their last digits: what is equal in real numbers may be rounded another way."""
+    """The real values, but for their last digits: numbers that are equal may be rounded in other ways."""
     real = x.real[0]
     is_number = ~field.is_zero(x) & (x.poison == 0) & ~x.is_truly_infinite
     if (~np.isfinite(real) & is_number).any():
         raise UnknownValueError
-    # What is too small for a float, as a product of exps, still has its sign.
+    # A number that is too small for a float, as a product of exps, still has its sign.
     is_lost = (real == 0) & (x.sign != 0)
     return np.where(is_lost, x.sign * _SMALLEST, _drop_last_digits(real))
 
@@ -80,7 +80,7 @@ def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
     # Every element gets a hash; constants and infinities replace theirs.
     size, is_negative = _hash_sizes(field, x, residues, order)
     # A number that is the same at all points is a constant, as a count of tokens or its share. It keeps its place among
-    # constants, because the other program may have computed it without an unknown, and compares it as what it is.
+    # constants, because the other program may have computed it without an unknown, and compares its value.
     is_constant = (residues == residues[0]).all(0) & np.isfinite(x.real[0])
     constants = np.where(is_constant, _drop_last_digits(x.real[0]), math.nan)
     size = np.where(is_constant, _place_constants(field, constants, order), size)
@@ -131,7 +131,7 @@ def _place_constants(field: Field, constants: np.ndarray, order: int) -> np.ndar
     middle, steepness = _choose_curve(field, order)
     distance = np.clip(steepness * (middle - np.log(size)), -700, 700)
     spread = 1 / (1 + np.exp(distance))
-    return 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart what is spread to one place
+    return 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart constants that are spread to one place
 
 
 def _choose_curve(field: Field, order: int) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
     draw, they count as equal: the draw tells nothing there.
     """
     if not field.logs and (x.factor is not None or y.factor is not None):
-        # As long as no logarithm became a number, exp gives back what they are of, with its sign.
+        # As long as no logarithm became a number, exp gives back the argument of each, with its sign.
         take_exp = exp
         if x.special or y.special:
             take_exp = exp_keeping_infinity

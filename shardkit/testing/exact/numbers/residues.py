@@ -24,7 +24,7 @@ class Residues:
 
     Attributes:
         points: the number of random points.
-        seed: what the random functions follow from.
+        seed: draws the random functions.
         levels: how many primes of the tower there are, the highest.
         moduli: uint64 [components], the prime of each component.
     """
@@ -160,7 +160,7 @@ class Residues:
         points = self.points
         p = self.primes_of(x)
         generators = self._generators.reshape(p.shape)[points:]
-        # [components but those of the highest prime, ...]: residues of a prime say what the next one's are.
+        # [components but those of the highest prime, ...]: the residues of a prime are the exponents for the next one.
         exponents = x[:-points] * generators % p[:-points]
         # The level in the whole tower of each component but the first.
         first = LEVELS - self.levels + 1

@@ -1,4 +1,4 @@
-"""Square roots, and the laws of their products: what arithmetic does with the ids of `roots.py`."""
+"""Square roots, and the laws of their products, by the ids of `roots.py`."""
 
 from __future__ import annotations
 
