@@ -183,6 +183,7 @@ def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], group: _Group) 
 
 
 def _permute(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    # A module numbers devices along all axes of the mesh, and so does jax for a ppermute over all of them.
     pairs = read_pairs(read_numbers(operation, "source_target_pairs"))
     return [lax.ppermute(x, reader.module.axes, pairs) for x in operands]
 

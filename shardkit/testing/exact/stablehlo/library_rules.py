@@ -36,6 +36,7 @@ def _refuse(operation: Any, what: str) -> UnreadableError:
 
 
 def _take_top(reader: BlockReader, operation: Any, x: Any) -> Any:
+    # The call does not say how many it takes: the last dim of its result does.
     count = operation.results[0].type.get_type(0).shape[-1]
     return tuple(lax.top_k(x, count))
 

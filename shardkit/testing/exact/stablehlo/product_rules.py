@@ -41,6 +41,7 @@ def _in_one_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dot(reader: BlockReader, operation: Any, x: Any, y: Any, dtype: Any) -> Any:
+    # A plain dot sums over the last dim of x and the first of y.
     dims = (((np.ndim(x) - 1,), (0,)), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=dtype)
 
@@ -66,6 +67,7 @@ def _convolve(reader: BlockReader, operation: Any, x: Any, kernel: Any, dtype: A
     rank = np.ndim(x) - 2
     reverses = read_numbers(operation, "window_reversal", np.zeros(rank, bool))
     flipped = [dim for dim, turned in zip(attribute.kernel_spatial_dimensions, reverses, strict=True) if turned]
+    # jax has no reversed windows. A window that is read backwards meets the kernel as a plain one meets its reverse.
     if flipped:
         kernel = lax.rev(kernel, flipped)
     padding = read_numbers(operation, "padding", np.zeros((rank, 2), int))

@@ -39,6 +39,7 @@ def _reduce(reader: BlockReader, operation: Any, *operands: Any) -> Any:
         name = name_combiner(body)
         if name in REDUCTIONS:
             reduced = REDUCTIONS[name](arrays[0], dims)
+            # The start is one term more. Mostly it is the neutral element, but a module may begin with any number.
             return _COMBINERS[name](reduced, lax.broadcast(starts[0], read_shape(operation)))
     return _fold(reader, body, arrays, starts, dims)
 

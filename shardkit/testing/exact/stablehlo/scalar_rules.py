@@ -44,6 +44,7 @@ def _make_constant(reader: BlockReader, operation: Any) -> Any:
         number = value.get_splat_value().value
         x = np.full(shape, number, dtype)
     elif dtype == jnp.bfloat16:
+        # numpy cannot read a buffer of this dtype, so that its numbers are read one by one.
         x = np.asarray(list(value), np.float32).astype(dtype).reshape(shape)
     else:
         x = np.asarray(value, dtype).reshape(shape)
