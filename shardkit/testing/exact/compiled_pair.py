@@ -17,7 +17,6 @@ import jax
 from shardkit._jax.dependence import without_unused
 from shardkit.analysis.hlo.report import Built
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.arguments import make_input
 from shardkit.testing.exact.draws import Effort, equal
 from shardkit.testing.exact.evidence import Evidence, UnprovableError
 from shardkit.testing.exact.imported import ImportedProgram
@@ -107,14 +106,10 @@ class CompiledPair(NamedTuple):
     def _run_compiled(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
         """The pieces of all devices, computed by the module."""
         field.compiled = True
-        inputs = [*make_inputs(field), *self._fill_buffers(field)]
+        inputs = make_inputs(field)
         # A module counts places in 64 bits, as those of random numbers.
         with jax.enable_x64(True):
             return Interpreter(field, seen=seen).run(self.on_devices, inputs)
-
-    def _fill_buffers(self, field: Field) -> list[Operand]:
-        """What memory holds to which nothing was written: unknowns. Other dtypes are refused where they are read."""
-        return [make_input(field, f"memory {number}", x) for number, x in enumerate(self.imported.buffers)]
 
     def _run_traced(self, make_inputs: Callable[[Field], Any], field: Field, seen: Seen | None) -> list[Operand]:
         """The pieces of all devices, cut out of the results of the traced program."""

@@ -28,7 +28,6 @@ from shardkit._jax.dependence import without_unused
 from shardkit.analysis.hlo.protobuf import message
 from shardkit.analysis.hlo.report import Built
 from shardkit.collectives.basic import vary
-from shardkit.testing.exact.stablehlo.attributes import find_dtype
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.module import ImportedModule
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
@@ -133,22 +132,13 @@ class ImportedProgram(NamedTuple):
         return f"{devices} ({self.compiler})"
 
     def trace(self, shapes: Sequence[Any]) -> Any:
-        """The program as a ClosedJaxpr of the leaves of all arguments and `buffers`, without what no result needs."""
+        """The program as a ClosedJaxpr of the leaves of all arguments, without what no result needs."""
         # A module counts places in 64 bits, as those of random numbers.
         with jax.enable_x64(True):
-            return without_unused(jax.make_jaxpr(self.run)(*shapes, *self.buffers))
-
-    @property
-    def buffers(self) -> list[Any]:
-        """The shapes of memory that the program reads without having written to it: [devices, ...]."""
-        count = math.prod(self.mesh.values())
-        shapes = []
-        for value in self.module.buffers:
-            shapes.append(jax.ShapeDtypeStruct((count, *value.type.shape), find_dtype(value.type)))
-        return shapes
+            return without_unused(jax.make_jaxpr(self.run)(*shapes))
 
     def run(self, *arguments: Any) -> list[Any]:
-        """[devices, ...]: the pieces of the results, from all global arguments and the contents of `buffers`."""
+        """[devices, ...]: the pieces of the results, from all global arguments."""
         rows = PartitionSpec(tuple(self.mesh))
         in_specs = []
         operands = []
@@ -158,16 +148,11 @@ class ImportedProgram(NamedTuple):
             operands.append(layout.cut(x) if is_cut else x)
             in_specs.append(rows if is_cut else layout.spec)
 
-        buffers = arguments[len(arguments) - len(self.module.buffers) :]
-        operands += buffers
-        in_specs += [rows] * len(buffers)
-
         def run_device(*pieces: Any) -> list[Any]:
             inputs = []
-            for piece, layout in zip(pieces[: len(self.inputs)], self.inputs, strict=True):
+            for piece, layout in zip(pieces, self.inputs, strict=True):
                 inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
-            contents = [lax.squeeze(piece, (0,)) for piece in pieces[len(self.inputs) :]]
-            reader = BlockReader(self.module, OPERATION_RULES, contents)
+            reader = BlockReader(self.module, OPERATION_RULES)
             results = reader.run(self.module.find_function("main"), inputs)
             return [lax.expand_dims(x, (0,)) for x in results]
 

@@ -30,6 +30,7 @@ from shardkit.testing.exact.following import mark_results, note_known
 from shardkit.testing.exact.numbers.assembly import join_exact
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import cut_array, join_pieces, take_first
 from shardkit.testing.exact.rules.exact_constants import move_constant, note_constants
@@ -38,6 +39,7 @@ from shardkit.testing.exact.rules.known import compute_known, to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands, require_known
 from shardkit.testing.exact.rules.primitive_rules import apply_rule
 from shardkit.testing.exact.rules.scope import Scope
+from shardkit.testing.exact.stablehlo.undefined import UNDEFINED
 
 # A function that watches a run. It is called with each equation, its operands, its results, the bound axes and the line
 # of the call around the equation, and returns other results for the equation, or None.
@@ -123,8 +125,10 @@ class Interpreter(JaxprInterpreter[Operand]):
     def step(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """The results of an equation."""
         name = equation.primitive.name
-        # A search changes single equations, also within a call or loop: these are recalled one by one.
-        if self.field.memory is None or name in CONTROL_FLOW or name in compat.CALLS or name in _CALLING:
+        # A search changes single equations, also within a call or loop: these are recalled one by one. Memory that
+        # nothing was written to is never recalled, because it is other memory in each round of a loop.
+        is_walked = name in CONTROL_FLOW or name in compat.CALLS or name in _CALLING
+        if self.field.memory is None or is_walked or name == UNDEFINED:
             results = self._compute(equation, operands)
         else:
             place = self.around, self.rank
@@ -163,6 +167,8 @@ class Interpreter(JaxprInterpreter[Operand]):
             return [self._check_replicated(equation, operands[0])]
         if row.cast or row.same or name in _UNCHANGED:
             return operands
+        if name == UNDEFINED:
+            return [self._allocate(equation)]
         if name == "axis_index":
             return [Devices(self.field, self.axes).number(mesh_axes(equation))]
         if row.kind is not None:
@@ -179,6 +185,12 @@ class Interpreter(JaxprInterpreter[Operand]):
         results = compute_known(equation, operands, self.rank, self.field.seed, self.field.compiled)
         note_known(self.field, equation, self.around, operands, results)
         return results
+
+    def _allocate(self, equation: Any) -> Operand:
+        """Memory that nothing was written to: other unknowns on each device, and each time that the equation runs."""
+        self.field.allocations += 1
+        shape = (*self.axes.values(), *equation.outvars[0].aval.shape)
+        return draw_input(self.field, f"memory {self.field.allocations}", shape)
 
     def call(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """The results of a function that an equation calls."""

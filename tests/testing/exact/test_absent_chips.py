@@ -18,9 +18,14 @@ from shardkit.testing.exact import assert_compiled_equal
 from shardkit.testing.exact.compiled import _make_inputs
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import of_kernels
+from shardkit.testing.exact.interpreter import Interpreter
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.inputs import draw_input
+from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.stablehlo import listed_groups, module
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.instructions import (
+    TARGET,
     WrittenComputation,
     WrittenInstruction,
     make_tuple,
@@ -29,6 +34,7 @@ from shardkit.testing.exact.stablehlo.instructions import (
 from shardkit.testing.exact.stablehlo.synchronous import wait_for_starts
 from shardkit.testing.exact.stablehlo.tilings import find_elements, keeps_order
 from shardkit.testing.exact.stablehlo.typed_alike import convert_floats, split_arrays
+from support.compiled_rows import list_missing
 from support.compilers import gpu, tpu
 from support.recorded import small
 from support.written import run_text
@@ -308,23 +314,99 @@ def test_the_bits_of_an_order_are_not_computed():
             "%r = stablehlo.select %m, %x, %x : tensor<i1>, tensor<f32>",
             "with memory of integers or booleans",
         ),
-        (
-            "%n = stablehlo.constant dense<3> : tensor<i32>\n"
-            "%s:2 = stablehlo.while(%i = %n, %y = %x) : tensor<i32>, tensor<f32>\n"
-            " cond { %c = stablehlo.compare LT, %i, %i : (tensor<i32>, tensor<i32>) -> tensor<i1>\n"
-            "  stablehlo.return %c : tensor<i1> }\n"
-            ' do { %m = "stablehlo.custom_call"() <{call_target_name = "AllocateBuffer"}> : () -> tensor<f32>\n'
-            "  stablehlo.return %i, %m : tensor<i32>, tensor<f32> }\n"
-            "%r = stablehlo.add %s#1, %x : tensor<f32>",
-            "with memory in a loop",
-        ),
     ],
 )
-def test_memory_that_is_other_each_time_is_refused(body, message):
-    """Catches garbage that is the same at each point, or in each round of a loop, and so may cancel."""
+def test_memory_that_is_no_unknown_is_refused(body, message):
+    """Catches garbage that is the same at each point, and so may cancel."""
     text = f"func.func @main(%x: tensor<f32>) -> tensor<f32> {{ {body}\n return %r : tensor<f32> }}"
     with pytest.raises(UnreadableError, match=message):
         run_text(text, np.float32(1))
+
+
+# Two rounds, each of which takes x, and the memory that the round before has found, to the next one.
+MEMORY_IN_A_LOOP = """
+func.func @main(%x: tensor<f32>) -> tensor<f32> {
+  %zero = stablehlo.constant dense<0> : tensor<i32>
+  %one = stablehlo.constant dense<1> : tensor<i32>
+  %two = stablehlo.constant dense<2> : tensor<i32>
+  %none = stablehlo.constant dense<0.0> : tensor<f32>
+  %s:3 = stablehlo.while(%i = %zero, %a = %none, %b = %none) : tensor<i32>, tensor<f32>, tensor<f32>
+   cond { %c = stablehlo.compare LT, %i, %two : (tensor<i32>, tensor<i32>) -> tensor<i1>
+    stablehlo.return %c : tensor<i1> }
+   do { %j = stablehlo.add %i, %one : tensor<i32>
+    %m = "stablehlo.custom_call"() <{call_target_name = "AllocateBuffer"}> : () -> tensor<f32>
+    stablehlo.return %j, %m, %a : tensor<i32>, tensor<f32>, tensor<f32> }
+  %d = stablehlo.subtract %s#1, FOUND : tensor<f32>
+  %r = stablehlo.add %x, %d : tensor<f32>
+  return %r : tensor<f32>
+}
+"""
+
+
+def test_memory_of_two_rounds_of_a_loop_is_not_the_same():
+    """Catches memory that is one array of unknowns for all rounds, so that its difference is zero."""
+
+    def is_x(found):
+        program = jax.make_jaxpr(partial(run_text, MEMORY_IN_A_LOOP.replace("FOUND", found)))(np.float32(1))
+        field = Field(2, 3)
+        x = draw_input(field, "x", ())
+        [result] = Interpreter(field).run(program, [x])
+        return bool(find_equal(field, result, x))
+
+    assert is_x("%s#1") and not is_x("%s#2")
+
+
+def run_collective(text, *arguments):
+    """The results of a module that is written as text, on each of two devices."""
+    rows = jax.sharding.PartitionSpec("x")
+    run = partial(run_text, text, sizes={"x": 2})
+    return sk.testing.emulate(run, {"x": 2}, rows, rows)(*arguments)
+
+
+STARTED = """
+func.func @main(%x: tensor<1xf32>, %y: tensor<1xf32>) -> tensor<2xf32> {
+  %g = "stablehlo.all_gather"(%x) <{all_gather_dim = 0 : i64, replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>,
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>, use_global_device_ids}>
+    : (tensor<1xf32>) -> tensor<2xf32>
+  %s = "stablehlo.custom_call"(%g) <{call_target_name = "AsyncCollectiveStart"}>
+    : (tensor<2xf32>) -> tuple<tensor<1xf32>, tensor<2xf32>, tensor<2xi32>>
+  %0 = stablehlo.get_tuple_element %s[0] : (tuple<tensor<1xf32>, tensor<2xf32>, tensor<2xi32>>) -> tensor<1xf32>
+  %1 = stablehlo.get_tuple_element %s[1] : (tuple<tensor<1xf32>, tensor<2xf32>, tensor<2xi32>>) -> tensor<2xf32>
+  %2 = stablehlo.get_tuple_element %s[2] : (tuple<tensor<1xf32>, tensor<2xf32>, tensor<2xi32>>) -> tensor<2xi32>
+  %h = "stablehlo.all_gather"(%y) <{all_gather_dim = 0 : i64, replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>,
+      channel_handle = #stablehlo.channel_handle<handle = 2, type = 1>, use_global_device_ids}>
+    : (tensor<1xf32>) -> tensor<2xf32>
+  %r = "stablehlo.custom_call"(%0, %1, %h, %2) <{call_target_name = "AsyncCollectiveDone"}>
+    : (tensor<1xf32>, tensor<2xf32>, tensor<2xf32>, tensor<2xi32>) -> tensor<2xf32>
+  return %r : tensor<2xf32>
+}
+"""
+
+
+def test_a_collective_of_a_tpu_that_others_run_beside():
+    """Catches an end that returns what its own collective is of, and a result that is read before its end."""
+    x = np.float32([1, 2])
+    y = np.float32([3, 4])
+    assert run_collective(STARTED, x, y)[0].tolist() == [1, 2, 1, 2]
+    other = STARTED.replace("dense<[[0, 1]]> : tensor<1x2xi64>", "dense<[[1, 0]]> : tensor<1x2xi64>", 1)
+    with pytest.raises(UnreadableError, match="with another collective than was started"):
+        run_collective(other, x, y)
+    with pytest.raises(UnreadableError, match="of a library's workspace"):
+        run_collective(STARTED.replace("  return", "  %n = stablehlo.negate %1 : tensor<2xf32>\n  return"), x, y)
+    with pytest.raises(UnreadableError, match="with operands that no start has returned"):
+        run_collective(STARTED.replace("(%0, %1, %h, %2)", "(%0, %g, %h, %2)"), x, y)
+
+
+def test_a_reduction_that_is_rounded():
+    """Catches a reduction whose terms are rounded to the dtype of its result."""
+    total = make("total", 3, "reduce", [1, 2], make_shape(BF16, 3))
+    inputs = [make("x", 1, "parameter", (), make_shape(F32, 3, 4)), make("y", 2, "parameter", (), make_shape(F32))]
+    computation = WrittenComputation([*inputs, total], 3, [])
+    convert_floats(computation)
+    summed, rounded = computation.instructions[2:]
+    assert (summed.opcode, summed.operands, summed.shape) == ("reduce", [1, 2], make_shape(F32, 3))
+    assert (rounded.number, rounded.opcode, rounded.operands) == (3, "convert", [summed.number])
+    assert rounded.shape == make_shape(BF16, 3)
 
 
 def draw(*shape):
@@ -358,6 +440,18 @@ def test_a_compiler_that_is_not_installed(monkeypatch):
 def test_what_jaxlib_does_not_know_is_named():
     with pytest.raises(UnreadableError, match="cannot turn into StableHLO"):
         module.ImportedModule(make_unknown(), {"device": 1})
+
+
+def test_the_table_of_operations_without_a_meaning():
+    """Alone in running the script that the page on compiled programs names."""
+    opened = open_module(small.built("v5e:2x4").module)
+    assert list_missing(opened.write()) == "none"
+    for computation in opened.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode == "tanh":
+                instruction.opcode = "custom-call"
+                instruction.others = [(TARGET, write_field(TARGET, b"tomorrow"))]
+    assert list_missing(opened.write()).startswith("tomorrow ")
 
 
 def make_unknown():

@@ -123,6 +123,7 @@ class Field:
         numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
             the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
+        allocations: how often memory was read to which nothing was written.
         roots: the square roots that were drawn, and their laws.
         laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
         grams: Gram matrices: from rows, columns and residues of a matrix A to those of A^T A and their degree. So the
@@ -183,6 +184,7 @@ class Field:
         self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
         self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
 
+        self.allocations = 0
         self._divisions = 0
         self._constants: dict[Any, tuple[np.ndarray, float]] = {}
         self._lifted: dict[Any, Exact] = {}

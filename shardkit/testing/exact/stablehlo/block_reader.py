@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +20,33 @@ from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.module import ImportedModule
 
 
+class Arriving(NamedTuple):
+    """What a collective that was started writes, and nothing may read before its end.
+
+    Attributes:
+        result: the array that it is at the end.
+        collective: which collective it is, over which devices, as text.
+    """
+
+    result: Any
+    collective: str
+
+
 class BlockReader:
     """Runs blocks of operations, with traced arrays as values.
 
     Attributes:
         module: the module of the blocks.
         rules: for each operation its rule, by the name of the operation.
-        values: the array of each value of the module; None for a part of a result that nothing may read.
-        buffers: unknowns for memory to which nothing was written, by the value of the module that is this memory.
+        values: the array of each value of the module; None for a part of a result that nothing may read, and
+            `Arriving` for one that is read by the end of a collective alone.
         promised: results of gathers of which the compiler promises that all indices are in bounds.
     """
 
-    def __init__(self, module: ImportedModule, rules: Mapping[str, Callable[..., Any]], buffers: Sequence[Any] = ()):
+    def __init__(self, module: ImportedModule, rules: Mapping[str, Callable[..., Any]]):
         self.module = module
         self.rules = rules
         self.values: dict[Any, Any] = {}
-        self.buffers: dict[Any, Any] = {}
-        if buffers:
-            self.buffers = dict(zip(module.buffers, buffers, strict=True))
         self.promised: set[Any] = set()
 
     def run(self, block: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -52,7 +61,7 @@ class BlockReader:
             rule = self.rules.get(name)
             if rule is None:
                 raise UnreadableError(name)
-            if any(x is None for x in operands):
+            if name not in _PASS_ON and any(is_unreadable(x) for x in operands):
                 raise UnreadableError(f"{name} of a library's workspace")
             results = self.module.call_at_line(operation, partial(rule, self, operation, *operands))
             if not isinstance(results, list):
@@ -84,4 +93,11 @@ class BlockReader:
         return function
 
 
+def is_unreadable(x: Any) -> bool:
+    """Whether a value is none that an operation of arrays may read."""
+    return x is None or isinstance(x, Arriving)
+
+
+# Operations that hand on what they are passed; calls of libraries say themselves what they read.
+_PASS_ON = ("mhlo.fusion", "func.call", "stablehlo.tuple", "stablehlo.custom_call")
 _RETURNS = ("func.return", "stablehlo.return", "mhlo.return")

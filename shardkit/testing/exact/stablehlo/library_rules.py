@@ -1,4 +1,4 @@
-"""Calls of libraries whose contract is known, one row each in `_LIBRARY`.
+"""Calls of libraries whose contract is known, one row each in `LIBRARY`.
 
 A call is refused where its contract does not say which numbers it returns, and by its name where it is in no row.
 """
@@ -13,16 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit.testing.exact.stablehlo.attributes import ALLOCATE, UnreadableError, find_dtype, is_float, read_shape
-from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.attributes import (
+    ALLOCATE,
+    UnreadableError,
+    find_dtype,
+    is_float,
+    name_combiner,
+    read_dtype,
+    read_shape,
+)
+from shardkit.testing.exact.stablehlo.block_reader import Arriving, BlockReader, is_unreadable
 from shardkit.testing.exact.stablehlo.tilings import READ_PLACES
+from shardkit.testing.exact.stablehlo.undefined import undefined
 
 
 def _call_library(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     target = _read_target(operation)
-    function = _LIBRARY.get(target)
+    function = LIBRARY.get(target)
     if function is None:
         raise UnreadableError(f"custom_call to {target}")
+    if target != _END and any(is_unreadable(x) for x in operands):
+        raise _refuse(operation, "a library's workspace")
     return [function(reader, operation, *operands)]
 
 
@@ -125,26 +136,13 @@ _PLAIN_MATMUL = {"alpha_imag": 0, "grad_x": False, "grad_y": False, "damax_outpu
 def _allocate(reader: BlockReader, operation: Any) -> Any:
     """Memory to which nothing was written: unknowns, so that a result that depends on them differs from every other.
 
-    Each run of the operation finds other numbers there. There is one array of unknowns, so an operation that may run
-    twice is refused. Integers are no unknowns in a field, so memory of integers is refused too.
+    Each run of the operation finds other numbers there (`undefined.py`). Integers are no unknowns in a field, so memory
+    of integers is refused.
     """
     value = operation.results[0]
     if not is_float(value):
         raise _refuse(operation, "memory of integers or booleans")
-    if value in reader.values or _is_in_loop(operation):
-        raise _refuse(operation, "memory in a loop, or in a function that is called twice")
-    return reader.buffers[value]
-
-
-def _is_in_loop(operation: Any) -> bool:
-    """Whether an operation stands in a region of a while loop, at any depth."""
-    around = operation.operation.parent
-    while around is not None:
-        inner = getattr(around, "operation", around)
-        if inner.name == "stablehlo.while":
-            return True
-        around = inner.parent
-    return False
+    return undefined.bind(reader.vary(np.zeros(read_shape(operation), read_dtype(operation))))
 
 
 def _assume_in_bounds(reader: BlockReader, operation: Any, indices: Any) -> Any:
@@ -182,13 +180,66 @@ def _read_places(reader: BlockReader, operation: Any, x: Any) -> Any:
     return lax.reshape(jnp.take(lax.reshape(x, (x.size,)), elements, mode="clip"), read_shape(operation))
 
 
-_LIBRARY: dict[str, Callable[..., Any]] = {
+def _start_collective(reader: BlockReader, operation: Any, result: Any) -> Any:
+    """A collective beside which a TPU runs other operations: what it sends, what arrives, and the state of its engines.
+
+    Worked example: `AsyncCollectiveStart(all_gather(x))` is a tuple (x, the gathered array, s32[2], u32[], ...). The
+    operations that run beside it are fusions that hand the tuple on, each with an all_gather of its own that nothing
+    reads. `AsyncCollectiveDone(x, the gathered array, all_gather(x), s32[2], u32[], ...)` is the gathered array.
+    """
+    collective = operation.operands[0].owner
+    sent, arriving = (operation.results[0].type.get_type(number) for number in (0, 1))
+    if not _is_collective(collective):
+        raise _refuse(operation, "an operand that is no collective of one array")
+    if sent != collective.operands[0].type or arriving != operation.operands[0].type:
+        raise _refuse(operation, "a result of other types than those of its collective")
+    others = [None] * (operation.results[0].type.num_types - 2)
+    return (reader.values[collective.operands[0]], Arriving(result, _describe_collective(collective)), *others)
+
+
+def _end_collective(reader: BlockReader, operation: Any, x: Any, arriving: Any, again: Any, *state: Any) -> Any:
+    """The array that has arrived; refused if the end is written as one of another collective than was started."""
+    collective = operation.operands[2].owner
+    if not isinstance(arriving, Arriving) or not all(value is None for value in state):
+        raise _refuse(operation, "operands that no start has returned")
+    if not _is_collective(collective) or _describe_collective(collective) != arriving.collective:
+        raise _refuse(operation, "another collective than was started")
+    return arriving.result
+
+
+def _is_collective(operation: Any) -> bool:
+    name = getattr(operation, "name", "")  # an argument of a block has none
+    return name in _COLLECTIVES and len(operation.operands) == 1
+
+
+def _describe_collective(operation: Any) -> str:
+    """Which collective it is, of which types, and over which groups of devices."""
+    described = [operation.name, str(operation.operands[0].type), str(operation.results[0].type)]
+    for name in _COLLECTIVES[operation.name]:
+        described.append(f"{name} = {operation.attributes[name]}")
+    for region in operation.regions:
+        described.append(name_combiner(region.blocks[0]))
+    return ", ".join(described)
+
+
+# The collectives that are started so, with the attributes that say which numbers they return.
+_COLLECTIVES = {
+    "stablehlo.all_gather": ("replica_groups", "all_gather_dim"),
+    "stablehlo.all_reduce": ("replica_groups",),
+    "stablehlo.reduce_scatter": ("replica_groups", "scatter_dimension"),
+}
+_END = "AsyncCollectiveDone"
+
+
+LIBRARY: dict[str, Callable[..., Any]] = {
     "TopK": _take_top,
     "__cublas$gemm": _multiply_matrices,
     "__cublas$lt$matmul": _multiply_matrices,
     ALLOCATE: _allocate,
     READ_PLACES: _read_places,
     "AssumeGatherIndicesInBound": _assume_in_bounds,
+    "AsyncCollectiveStart": _start_collective,
+    _END: _end_collective,
 }
 
 

@@ -22,7 +22,7 @@ class ImportedModule:
 
     Attributes:
         mesh: names and sizes of the mesh axes of all devices, along which its function must be mapped.
-        buffers: the values that are memory to which nothing was written.
+        allocates: whether it reads memory to which nothing was written.
     """
 
     def __init__(self, serialized: bytes, mesh: dict[str, int]):
@@ -37,7 +37,7 @@ class ImportedModule:
         for operation in self._ir.body.operations:
             if operation.operation.name == "func.func":
                 self._functions[operation.attributes["sym_name"].value] = operation
-        self.buffers = [operation.results[0] for operation in find_calls(self._ir.operation, ALLOCATE)]
+        self.allocates = any(find_calls(self._ir.operation, ALLOCATE))
 
     @property
     def axes(self) -> tuple[str, ...]:

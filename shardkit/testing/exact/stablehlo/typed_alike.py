@@ -33,6 +33,8 @@ _OF_ONE_DTYPE = {
     *("copy", "reshape", "transpose", "broadcast", "reverse", "pad", "slice", "dynamic-slice", "concatenate"),
     *("dynamic-update-slice", "gather", "reduce-precision", "all-reduce"),
 }
+# Operations that combine the elements of float32 by a function of float32, and round the result.
+_ROUNDED_BEHIND = {"reduce"}
 # xla's numbers of float16, float32 and bfloat16.
 _FLOATS = (10, 11, 16)
 _FLOAT32 = 11
@@ -65,7 +67,7 @@ def convert_floats(computation: WrittenComputation) -> None:
     shapes = {instruction.number: instruction.shape for instruction in computation.instructions}
     written = []
     for instruction in computation.instructions:
-        if instruction.opcode in _OF_ONE_DTYPE:
+        if instruction.opcode in _OF_ONE_DTYPE | _ROUNDED_BEHIND:
             conversions = _convert(instruction, shapes, number)
             number += len(conversions)
             written += conversions
@@ -90,6 +92,9 @@ def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: 
     if len(parts) > 1:
         conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
         return [*conversions, *_convert_results(instruction, parts, number + len(conversions))]
+    if instruction.opcode in _ROUNDED_BEHIND:
+        conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
+        return [*conversions, _convert_result(instruction, number + len(conversions))]
     [target] = types
     return _convert_operands(instruction, shapes, target, number)
 
@@ -109,6 +114,21 @@ def _convert_operands(
         operands.append(operand)
     instruction.operands = operands
     return conversions
+
+
+def _convert_result(instruction: WrittenInstruction, number: int) -> WrittenInstruction:
+    """Makes an instruction the conversion of its result: the operation itself, in float32.
+
+    Worked example: `%s = bf16[4] reduce(%x, %zero)` of a float32 x becomes `%s.5 = f32[4] reduce(%x, %zero)`, and
+    `%s = bf16[4] convert(%s.5)`.
+    """
+    shape = _write_type(instruction.shape, _FLOAT32)
+    name = f"{instruction.name}.{number}"
+    operation = WrittenInstruction(number, name, instruction.opcode, instruction.operands, shape, instruction.others)
+    instruction.opcode = "convert"
+    instruction.operands = [number]
+    instruction.others = instruction.metadata
+    return operation
 
 
 def _convert_results(instruction: WrittenInstruction, parts: list[bytes], number: int) -> list[WrittenInstruction]:
