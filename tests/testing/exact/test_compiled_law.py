@@ -16,9 +16,9 @@ pytestmark = pytest.mark.optimized
 
 CHOICES = [case.choice for case in rows.cases()]
 # Seen to be proved with jax 0.10 and 0.12.
-PROVED = (0, 1, 3, 4, 5, 8, 9, 10, 11, 15, 16, 17, 18, 21, 24, 26, 27, 28, 29, 30, 31, 32, 33, 34)
-# Seen to be proved with one of them, or to be "not decided". None may be refuted.
-UNDECIDED = (2, 6, 14, 23, 25, 35)  # the rows that are not here were not run yet, or take two minutes
+PROVED = tuple(number for number in range(36) if number != 7)
+# Seen to be proved with jax 0.12, and not to end in ten minutes of a busy machine with jax 0.10. It may not be refuted.
+UNDECIDED = (7,)
 
 
 # proves N49: also behind the compiler
