@@ -17,7 +17,7 @@ pytestmark = pytest.mark.optimized
 CHOICES = [case.choice for case in rows.cases()]
 # Seen to be proved with jax 0.10 and 0.12.
 PROVED = tuple(number for number in range(36) if number != 7)
-# Seen to be proved with jax 0.12, and not to end in ten minutes of a busy machine with jax 0.10. It may not be refuted.
+# Seen to be proved with jax 0.12, and "not decided" with jax 0.10, by a constant of muon. It may not be refuted.
 UNDECIDED = (7,)
 
 
