@@ -24,7 +24,8 @@ class ComparedElements:
 
     Attributes:
         included: bool [...], which elements were compared in some draw.
-        numbers: bool [...], which elements were numbers on both sides in some run.
+        numbers: bool [...], which elements were finite numbers on both sides in some run.
+        poisoned: bool [...], which elements were no numbers on some side in some run.
         no_number: how many elements were no numbers on both sides, and how many elements there are.
         alone: how many elements were outside of a domain on one side alone, at most, and how many there are.
         alone_at_zeros: the same of draws whose inputs were chosen, as zeros of a divisor.
@@ -34,6 +35,7 @@ class ComparedElements:
 
     included: dict[str, np.ndarray] = field(default_factory=dict)
     numbers: dict[str, np.ndarray] = field(default_factory=dict)
+    poisoned: dict[str, np.ndarray] = field(default_factory=dict)
     no_number: dict[str, tuple[int, int]] = field(default_factory=dict)
     alone: dict[str, tuple[int, int]] = field(default_factory=dict)
     alone_at_zeros: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -48,9 +50,24 @@ class ComparedElements:
         return ""
 
     def note_numbers(self, name: str, a: Exact, b: Exact) -> None:
-        """Notes which elements of a result are numbers on both sides."""
-        are_numbers = (a.poison == 0) & (b.poison == 0)
-        self.numbers[name] = are_numbers | self.numbers.get(name, False)
+        """Notes which elements of a result are finite numbers on both sides, and which are none on some side."""
+        are_poisoned = (a.poison > 0) | (b.poison > 0)
+        are_finite = ~are_poisoned & ~a.is_truly_infinite & ~b.is_truly_infinite
+        self.numbers[name] = are_finite | self.numbers.get(name, False)
+        self.poisoned[name] = are_poisoned | self.poisoned.get(name, False)
+
+    def find_without_numbers(self) -> tuple[str, np.ndarray] | None:
+        """The name of a result with elements that were NaN in some run and a number in none, and which; else None.
+
+        An element that is infinite in all runs is none of these: it is so behind a mask of constants. One that is NaN
+        in one run and infinite in all others has shown nothing, as the sum of `log(log(x))` where no run has all x
+        above 1.
+        """
+        for name, numbers in self.numbers.items():
+            without = self.poisoned[name] & ~numbers
+            if without.any():
+                return name, without
+        return None
 
     def note_compared(self, name: str, a: Exact, b: Exact) -> None:
         """Notes which elements of a result were compared, in a draw of inputs that were not chosen."""

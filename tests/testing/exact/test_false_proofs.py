@@ -420,3 +420,16 @@ def test_a_comparison_that_decides_nothing_is_proved():
     assert sk.testing.assert_equal_for_all_inputs(
         kernel, lambda x: 2 * x, mesh=mesh, in_specs=P("d"), out_specs=P("d"), args=args
     )
+
+
+# Where all of x is above 1 the results differ. In every draw some element was not, and the results were -inf or NaN.
+def test_what_is_infinite_or_nan_in_every_draw_is_not_decided():
+    def add_logarithms(x, rows):
+        logs = jnp.log(jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), 0))
+        return jnp.sum(logs[rows])
+
+    args = (np.ones((16, 2), np.float32),)
+    settings = {"mesh": sk.abstract_mesh(d=2), "in_specs": P(None), "out_specs": P(), "args": args}
+    halves = [lambda x: add_logarithms(x, slice(8)), lambda x: add_logarithms(x, slice(8, 16))]
+    with pytest.raises(ValueError, match="1 of 1 elements of the result were NaN or infinite"):
+        sk.testing.assert_equal_for_all_inputs(*halves, grad=False, **settings)

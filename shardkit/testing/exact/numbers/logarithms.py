@@ -94,7 +94,8 @@ def to_number(field: Field, x: Exact) -> Exact:
         # logarithm: where the factor is zero at one of the points by chance, it asks for another draw.
         factor, is_root = _find_squares(field, x.factor)
         inverse = field.invert_residues(factor, x.used[1])
-        logarithm = (p - field.residues.log(inverse)) % p
+        used_of_factor = np.where(is_one, 0, x.used[1])
+        logarithm = (p - field.residues.log(inverse, used_of_factor)) % p
         half = (p + np.uint64(1)) // np.uint64(2)
         logarithm = np.where(is_root, logarithm * half % p, logarithm)
         number = (number + logarithm) % p

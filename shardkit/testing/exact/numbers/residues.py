@@ -174,16 +174,27 @@ class Residues:
             result[points:] = result[points:] * powers % p[points:]
         return result
 
-    def log(self, x: np.ndarray) -> np.ndarray:
-        """log, one prime lower: the components of the highest prime have no meaning, and are random."""
-        # Random at first; all components but the highest are filled below.
-        logs = self.hash("log", x)
+    def log(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """log, one prime lower: the components of the highest prime have no meaning, and are random.
+
+        So are those below, where x itself has no meaning: a logarithm there would be computed for nothing.
+
+        Args:
+            x: [components, ...].
+            used: [...], how many of the lowest primes each element has used up.
+        """
+        # Random at first; what has a meaning is filled below. Both are [components, elements].
+        logs = self.hash("log", x).reshape(len(x), -1)
+        arguments = x.reshape(len(x), -1)
+        used = used.reshape(-1)
         generators = self._generators[self.points :].tolist()
         for component, generator in enumerate(generators):
-            level = LEVELS - self.levels + component // self.points
+            place = component // self.points
+            level = LEVELS - self.levels + place
             prime = PRIMES[level]
             # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
             scale = np.uint64(pow(generator, -1, prime))
-            exponents = find_logarithms(level, x[component + self.points])
-            logs[component] = exponents * scale % np.uint64(prime)
-        return logs
+            has_meaning = used <= place + 1
+            exponents = find_logarithms(level, arguments[component + self.points, has_meaning])
+            logs[component, has_meaning] = exponents * scale % np.uint64(prime)
+        return logs.reshape(x.shape)

@@ -10,6 +10,7 @@ Worked example: p = 5, q = 11. The powers 4**0, ..., 4**4 modulo 11 are 1, 4, 5,
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ import numpy as np
 PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
 _SMALL_STEPS = 2**19  # how many small powers of 4 a search for a logarithm keeps
-_TOGETHER = 64  # how many logarithms are searched for at a time: a search has up to 4663 candidates
+_TOGETHER = 16  # how many logarithms are searched for at a time, so that their candidates fit a cache
 # A filter: most numbers that are not among the small powers differ from all of them in these bits.
 _LOW_BITS = np.uint64(2**22 - 1)
 
@@ -38,22 +39,42 @@ def power_table() -> np.ndarray:
     return table
 
 
-@cache
-def _make_steps(level: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+class _Steps(NamedTuple):
     """The small and the large steps of a search for logarithms of a level.
 
-    Returns:
-        Which low bits any of the small powers has; the small powers 4**0, 4**1, ... in ascending order; their
-        exponents; and 4**-0, 4**-s, 4**-2s, ... where s is the number of small powers.
+    Attributes:
+        small_powers: 4**0, 4**1, ..., s of them.
+        large_powers: 4**0, 4**-s, 4**-2s, ...
+        has_bits: bool [2**22], which low bits any of the small powers has.
+        exponents: int32 [2**22], by the low bits of a small power its exponent.
+        lost_powers: in ascending order, the small powers that share their low bits with one that `exponents` has.
+        lost_exponents: their exponents.
     """
+
+    small_powers: np.ndarray
+    large_powers: np.ndarray
+    has_bits: np.ndarray
+    exponents: np.ndarray
+    lost_powers: np.ndarray
+    lost_exponents: np.ndarray
+
+
+@cache
+def _make_steps(level: int) -> _Steps:
+    """The steps of a level, which all its logarithms share."""
     p, q = PRIMES[level : level + 2]
     small_powers = _list_powers(4, _SMALL_STEPS, q)
-    large_base = pow(4, -_SMALL_STEPS, q)
-    large_powers = _list_powers(large_base, p // _SMALL_STEPS + 1, q)
-    order = np.argsort(small_powers)
+    large_powers = _list_powers(pow(4, -_SMALL_STEPS, q), p // _SMALL_STEPS + 1, q)
+    low_bits = small_powers & _LOW_BITS
     has_bits = np.zeros(int(_LOW_BITS) + 1, bool)
-    has_bits[small_powers & _LOW_BITS] = True
-    return has_bits, small_powers[order], order, large_powers
+    has_bits[low_bits] = True
+    # Of powers with the same low bits the last one stays: one in sixteen is lost.
+    numbers = np.arange(_SMALL_STEPS, dtype=np.int32)
+    exponents = np.zeros(int(_LOW_BITS) + 1, np.int32)
+    exponents[low_bits] = numbers
+    lost = np.flatnonzero(exponents[low_bits] != numbers)
+    lost = lost[np.argsort(small_powers[lost])]
+    return _Steps(small_powers, large_powers, has_bits, exponents, small_powers[lost], lost)
 
 
 def _list_powers(base: int, count: int, q: int) -> np.ndarray:
@@ -86,18 +107,26 @@ def find_logarithms(level: int, values: np.ndarray) -> np.ndarray:
 def _find_exponents(level: int, values: np.ndarray) -> np.ndarray:
     """uint64 [values]: the exponents of 4, modulo the prime of the level, that give the squares of some numbers."""
     p, q = PRIMES[level : level + 2]
-    has_bits, small_powers, small_exponents, large_powers = _make_steps(level)
+    steps = _make_steps(level)
     # The square is 4**(i s + j), where s is the number of small powers. So for one i the product with 4**(-i s) is the
     # small power 4**j: of the candidates [values, large steps] one of each row, or two that differ by p.
     squares = values * values % np.uint64(q)
-    candidates = squares[:, None] * large_powers % np.uint64(q)
-    rows, large_steps = np.nonzero(has_bits[candidates & _LOW_BITS])
+    candidates = squares[:, None] * steps.large_powers % np.uint64(q)
+    rows, large_steps = np.nonzero(steps.has_bits[candidates & _LOW_BITS])
     likely = candidates[rows, large_steps]
-    places = np.minimum(np.searchsorted(small_powers, likely), len(small_powers) - 1)
-    hits = np.flatnonzero(small_powers[places] == likely)
+    small_steps = steps.exponents[likely & _LOW_BITS]
+    hits = np.flatnonzero(steps.small_powers[small_steps] == likely)
     exponents = np.zeros(len(values), np.uint64)
-    assert len(np.unique(rows[hits])) == len(values), "every number but 0 has a square that is a power of 4"
-    exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + small_exponents[places[hits]]) % p
+    exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + small_steps[hits]) % p
+    is_found = np.zeros(len(values), bool)
+    is_found[rows[hits]] = True
+    if not is_found.all():
+        places = np.searchsorted(steps.lost_powers, likely)
+        places = np.minimum(places, len(steps.lost_powers) - 1)
+        hits = np.flatnonzero(steps.lost_powers[places] == likely)
+        exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + steps.lost_exponents[places[hits]]) % p
+        is_found[rows[hits]] = True
+    assert is_found.all(), "every number but 0 has a square that is a power of 4"
     return exponents
 
 

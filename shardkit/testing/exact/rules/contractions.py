@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.numbers.arithmetic import add, matmul, multiply
+from shardkit.testing.exact.numbers.arithmetic import add, matmul
+from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.grams import find_product
 from shardkit.testing.exact.numbers.values import Exact
@@ -80,9 +81,9 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
     w = scope.lift_one(w)
     field = scope.field
     [ragged_dim] = numbers.lhs_ragged_dimensions
-    # A mask of 0 and 1 keeps every known fact of the rows, and a zero row adds nothing.
-    masks = _mask_groups(scope, x, ragged_dim, sizes)
-    groups = [multiply(field, x, field.lift(mask)) for mask in masks]
+    # A zero row adds nothing.
+    zero = scope.constant(0, like=x)
+    groups = [where(mask, x, zero) for mask in _mask_groups(scope, x, ragged_dim, sizes)]
     if not numbers.rhs_group_dimensions:
         # The gradient of w: w has no dim of groups, and each group has a sum of its own over its rows.
         dimension_numbers = ((x_contracted, w_contracted), ((), ()))
@@ -115,7 +116,7 @@ def _multiply_by_group(
 
 
 def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[np.ndarray]:
-    """For each group 1 at its rows of x and 0 at the others, in a shape that broadcasts against x."""
+    """For each group bool [..., row, ...]: which rows of x are its own, in a shape that broadcasts against x."""
     rank = scope.rank
     # sizes [2, 1]: ends [2, 3], so rows 0 and 1 belong to group 0, row 2 to group 1.
     rows = np.arange(x.shape[rank + ragged_dim])
@@ -127,6 +128,6 @@ def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[
     shape[ragged_dim] = len(rows)
     masks = []
     for group in range(is_member.shape[rank]):
-        mask = np.take(is_member, group, rank).astype(np.int32)
+        mask = np.take(is_member, group, rank)
         masks.append(mask.reshape(*mask.shape[:rank], *shape))
     return masks
