@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 StagePlacement = Literal["loop", "v"]
 OPS = "FBIW"
 _ACTION = re.compile(rf"(\d+)([{OPS}])(\d+)")
+# PyTorch ends a pair with OVERLAP_F_B; a file that is written by hand may leave it out.
 _PAIR = re.compile(r"\((.*);(.*)\)(?:OVERLAP_F_B)?")
 _SHOWN = 8  # ticks on either side of the arrow
 
@@ -81,6 +82,7 @@ def draw_grid(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = No
     if arrow:
         _, tick = arrow
         end = min(len(ticks), tick + _SHOWN + 1)
+        # The arrow at a missing action points one tick after the last: the window must still reach it.
         ticks = range(max(0, tick - _SHOWN), max(tick + 1, end))
     header = [str(tick) for tick in ticks]
     texts = []

@@ -76,11 +76,14 @@ class Schedule(Grid):
         """
         if not isinstance(text, str):
             raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass the result of to_csv.")
+        # Spreadsheets put a byte-order mark before the first cell, which would then be no action.
         lines = text.removeprefix("\ufeff").rstrip().splitlines()
         while lines and not lines[0].strip():
             del lines[0]
         rows = tuple(_parse_line(device, line) for device, line in enumerate(lines))
         placement = _find_placement(rows)
+        # Not `rules.check`: in a file without idle ticks inputs come too late for the columns as they stand.
+        # `find_ticks` moves the cells to the right until they do not.
         rules.check_cells("from_csv", rows, placement)
         return Schedule(rules.find_ticks("from_csv", rows), placement, "from_csv")
 
@@ -162,6 +165,7 @@ class Schedule(Grid):
             for cell in row:
                 order += [(action,) for action in cell if action.op == "F"]
             orders.append(order)
+        # Timed anew: at the ticks of the training table each forward would still wait where a backward stood.
         return build_schedule(self.name, orders, self.microbatches, self.placement)
 
     def slots(self, saved: bool = False) -> Slots:
@@ -237,6 +241,7 @@ def build_schedule(
                 row.append(actions)
         rows.append(row)
     table = rules.find_ticks(name, rows)
+    # On one device a V is a loop. Under one name the two tables are also equal in a comparison.
     return Schedule(table, placement if len(table) > 1 else "loop", name)
 
 

@@ -38,6 +38,7 @@ def breadth_first(devices: int, microbatches: int, chunks: int) -> Schedule:
         order = []
         for stage in stages:
             order += [make_cell(stage, "F", i) for i in range(microbatches)]
+        # The last chunk first: its cotangents are the first that come.
         for stage in reversed(stages):
             order += [make_cell(stage, "B", i) for i in range(microbatches)]
         orders.append(order)

@@ -35,6 +35,8 @@ def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     p, microbatches = check_sizes("dualpipe_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * p)
     orders = []
+    # Worked example, device 0 of two with four microbatches. Warm-up: F0 F0. Both chunks forward: F0 F1. Chunk 1 back
+    # in halves: I1 W F1. Steady state: "F0 B1" "F1 B0". Drain: B1 "F1 B0". The end: B1 I0, then W I0 W.
     for d in range(p):
         # Warm-up: forward passes of chunk 0, until microbatch 0 arrives at chunk 1 of this device.
         words = ["F0"] * (2 * (p - 1 - d))

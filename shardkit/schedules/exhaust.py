@@ -53,6 +53,8 @@ class Exhaustion:
         if self._find_bound(ready, now) >= self.best - SLACK or self._is_dominated(now):
             return
         for begin, action in ready:
+            # Orders are written in the order of time: an action that would begin before the last one comes earlier in
+            # another order.
             if begin >= now - SLACK and not self._comes_late(begin, action, ready):
                 self._try(begin, action)
 
@@ -76,12 +78,14 @@ class Exhaustion:
             if i == self._work.m:
                 continue
             device = self._work.device[stage]
+            # Only F takes a place, so a microbatch that is here can always go back.
             if op == "F" and self._count_in_flight(device) >= self._places:
                 continue
             action = Action(stage, op, i)
             begin = max(self._free[device], self._work.find_ready(action, self._ended))
             if begin < math.inf:
                 ready.append((begin, action))
+        # The earliest first: a fast order that is found soon lets the bound end more of the others.
         return sorted(ready)
 
     def _count_in_flight(self, device: int) -> int:
@@ -111,6 +115,8 @@ class Exhaustion:
         """Whether another part of a backward would fit in before this action, on the same device."""
         device = self._work.device[action.stage]
         for ready_begin, backward in ready:
+            # A forward takes a place, so a device may do better to wait. Half of a backward takes none, and to run it
+            # in idle time never does harm.
             if backward.op == "F" or self._work.device[backward.stage] != device:
                 continue
             # An action of cost 0 counts as longer than the slack: otherwise two of them would exclude each other.

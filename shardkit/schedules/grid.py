@@ -15,6 +15,7 @@ class Grid:
 
     rows: Rows
     placement: StagePlacement = "loop"
+    # The same table from a builder and from a file is equal.
     name: str = field(default="schedule", compare=False)
 
     @property

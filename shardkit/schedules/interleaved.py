@@ -40,6 +40,8 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     turns = []
     for first in range(0, microbatches, p):
         for chunk in range(chunks):
+            # Microbatches from m on stay in the list, so that each forward of the last round meets the same backward as
+            # in a full round. `build_schedule` leaves them out.
             for microbatch in range(first, first + p):
                 turns.append((microbatch, chunk))
     orders = []

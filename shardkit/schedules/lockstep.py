@@ -35,8 +35,13 @@ def lockstep(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     """
     p, m, v = check_sizes("lockstep", devices=devices, microbatches=microbatches, chunks=chunks)
     cells: dict[tuple[int, int], list[Action]] = {}
+    # In this order a cell has its forward first. The last stage needs that: its backward of a microbatch falls on the
+    # tick of its forward.
     for op in "FB":
         for i in range(m):
+            # Round g of p microbatches, of which i is number r; chunk c of device d has stage s. Of two devices with
+            # two chunks, microbatch 3 is number 1 of round 1, and stage 2 is chunk 1 of device 0: its forward is at
+            # tick 4 + 2 + 1 + 0 = 7.
             g, r = divmod(i, p)
             for s in range(v * p):
                 c, d = divmod(s, p)

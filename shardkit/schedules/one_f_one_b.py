@@ -33,6 +33,7 @@ def one_f_one_b(devices: int, microbatches: int) -> Schedule:
     devices, microbatches = check_sizes("one_f_one_b", devices=devices, microbatches=microbatches)
     orders = []
     for d in range(devices):
+        # None on the last device, where the backward of a microbatch follows its forward at once.
         warm_up = devices - 1 - d
         order = [make_cell(d, "F", i) for i in range(warm_up)]
         for i in range(microbatches):

@@ -76,6 +76,7 @@ def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
     if not actions:
         raise ValueError(f"{name}: a schedule must have an action; got none. Write for example '0F0,0B0'.")
     tick_of: dict[Action, int] = {}  # the tick of every action up to here
+    # Tick by tick over all devices: of two equal actions the later one is refused.
     for tick in range(max(map(len, rows))):
         for device, row in enumerate(rows):
             if tick >= len(row):
@@ -107,6 +108,7 @@ def _check_complete(name: str, rows: Rows, placement: StagePlacement, ticks: dic
                     continue
                 device = device_of(stage, len(rows), placement)
                 reason = f"every stage must run every microbatch; {stage}{op}{i} is missing on device {device}. Add it."
+                # The arrow points after the device's last action, where there is room for the missing one.
                 busy_ticks = [tick for tick, cell in enumerate(rows[device]) if cell]
                 refuse(name, reason, rows, device, 1 + max(busy_ticks, default=-1))
 
@@ -194,6 +196,7 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
             inputs = _find_inputs(cell, last_stage, home)
             missing = [need for need in inputs if need not in ticks]
             if missing:
+                # One missing input is enough: once awake, the device asks for the others again.
                 waiting.setdefault(missing[0], []).append(device)
                 break
             tick = max(column, len(row))

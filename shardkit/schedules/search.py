@@ -79,9 +79,11 @@ def search(
         )
     costs = find_costs("search", p * v, v, forward, backward, input_grad, weight_grad, communication)
     places = math.floor(memory * v + 1e-9)
+    # With the slack, an order that differs from the bound by rounding alone ends the search.
     bound = find_least_makespan(p, m, v, costs, memory) + SLACK
     placements: Sequence[StagePlacement] = get_args(StagePlacement) if v > 1 and p > 1 else ("loop",)
     best = _Candidate(math.inf, "loop", [])
+    # The V first: if it reaches the bound, as ZB-V may, the loop is not tried at all.
     for placement in reversed(placements):
         if best.makespan <= bound:
             break
@@ -122,6 +124,7 @@ def _search_placement(work: Actions, places: int, bound: float, best: _Candidate
         if best.makespan <= bound:
             break
         rows = rows_by_makespan[makespan]
+        # An order at the bound cannot become faster.
         if makespan > bound:
             rows = work.tighten(rows, places)
         candidate = _Candidate(work.find_makespan(rows), work.placement, rows)
@@ -142,6 +145,8 @@ def _try_orders(work: Actions, places: int) -> Iterator[Timed]:
         for row in rows:
             actions = [action for _, action in row]
             peak = max(peak, count_peak(actions))
+        # The published orders know of no cap. Those that would need more memory are left out here; a greedy run keeps
+        # to the cap by itself.
         if peak <= places:
             yield rows
     for rule in _RULES:
@@ -154,6 +159,7 @@ def _find_known_orders(work: Actions, places: int) -> Iterator[Iterable[Action]]
         yield zero_bubble_h1(work.p, work.m).ticks
     if work.v == 2:
         schedule = zero_bubble_v(work.p, work.m)
+        # On one device the schedule is called a loop.
         if schedule.placement == work.placement:
             yield schedule.ticks
         if work.placement == "v":
@@ -210,6 +216,8 @@ class GreedyRun:
         free = [(0.0, device) for device in range(self._work.p)]
         asleep: set[int] = set()
         while free:
+            # The device that is free first: all actions that begin before this time have been chosen, so their ends are
+            # known.
             time, device = heappop(free)
             action, later = self._choose(device, time)
             if action is None and later < math.inf:
@@ -222,6 +230,7 @@ class GreedyRun:
                     waiting = self._work.device[following.stage]
                     if waiting in asleep:
                         asleep.remove(waiting)
+                        # Its result may still be on the way then. The device asks again, and learns when it arrives.
                         heappush(free, (self._ended[action], waiting))
         return self._rows
 
@@ -302,7 +311,10 @@ def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]
     the next free times: 5 after 4, and 8 after 7.
     """
     passes = [("F", stage) for stage in range(2 * p)] + [("I", stage) for stage in reversed(range(2 * p))]
+    # A microbatch goes along the V four times: forward there and back, then its gradient there and back. `steps` has
+    # the time from device to device on each of these ways, `turns` the time at each of the three ends between them.
     for steps, turns in product(product((1, 2), repeat=4), product(range(1, _PERIOD + 1), repeat=3)):
+        # With two devices, all steps and turns of one: the gaps 0, 1 1, 1 1, 1 1, 1 0, whose sums are the times 0 to 7.
         gaps = [0]
         for step, turn in zip(steps, (*turns, 0), strict=True):
             gaps += [step] * (p - 1)
@@ -336,9 +348,12 @@ def _add_weight_gradients(begins: dict[tuple[str, int], int], stages: tuple[int,
     in_flight = 0
     for stage in stages:
         begin = begins["I", stage] + 1
+        # Four of the six times are taken, so there is one for each of the two weight gradients.
         while begin % _PERIOD in taken:
             begin += 1
         begins["W", stage] = begin
         taken.add(begin % _PERIOD)
         in_flight += begin - begins["F", stage]
+    # A microbatch comes once a period, so this sum over the period is how many chunks are in flight on average. The
+    # peak may be higher: `_try_orders` counts it.
     return in_flight <= _PERIOD * places

@@ -180,6 +180,7 @@ class _Run:
     def run_tick(self, tick: int) -> None:
         """Runs the cells of all devices in a tick."""
         if self._synchronous and tick:
+            # All devices meet in the sends between two ticks. Before the first tick there are none.
             self._free = [max(self._free) + self._costs.communication] * self._schedule.devices
         for device, row in enumerate(self._schedule.rows):
             cell = row[tick] if tick < len(row) else ()
@@ -193,6 +194,7 @@ class _Run:
         begin = self._free[device]
         for action in actions:
             for need in self._schedule.needs(action):
+                # The last stage may have a microbatch's forward and its backward in one cell: they share a begin.
                 if need not in actions:
                     begin = max(begin, self._find_arrival(need, device))
         end = begin + cost
@@ -262,6 +264,7 @@ def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Co
         compute = sum(forward[stage:]) + sum(awaited[stage + 1 :]) + backward[stage]
         in_flight.append(compute + 2 * sum(hops[stage:]))
     bounds = [in_flight[0]]
+    # In a loop and in a V, stage d is the first of device d.
     for first in range(p):  # the first stage of each device
         device_stages = [stage for stage in stages if devices[stage] == devices[first]]
         work_of_microbatch = 0.0
@@ -282,6 +285,7 @@ def count_peak(actions: list[Action]) -> int:
     for action in actions:
         if action.op == "F":
             in_flight += 1
+        # Before the place is given back: a backward holds its microbatch until its end.
         peak = max(peak, in_flight)
         if action.op in "BW":
             in_flight -= 1

@@ -102,6 +102,8 @@ def _assign_buffer(schedule: Grid, lives: Lives) -> _Buffer:
     taken: list[list[tuple[int, int]]] = [[] for _ in counts]  # the last tick in which a slot is needed, and the slot
     for work, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
         device = schedule.device(work[0])
+        # A slot that is read in tick 4 takes a new value from tick 5 on; the heap has the slot that is free first on
+        # top.
         while taken[device] and taken[device][0][0] < begin:
             _, slot = heappop(taken[device])
             heappush(free[device], slot)

@@ -134,6 +134,7 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
         # F and I of a device that is off must write somewhere, to an extra slot; a received value is dropped instead.
         if name in crowded and name not in _MOVED_BUFFERS:
             size += 1
+        # At least one: a device that is off reads slot 0 even of a buffer that no value needs.
         buffers[name] = max(1, size)
     return Table(rows, segments, slots, buffers, crowded, ends)
 
@@ -164,6 +165,7 @@ def _write_rows(schedule: Grid, slots: Slots) -> np.ndarray:
             f"{name}_kept": slots.kept_of.get(work, _NOWHERE),
         }
         for field, value in values.items():
+            # The names are made for all ops alike: `weight_input`, for example, is no field.
             if field in FIELDS:
                 rows[tick, device, FIELDS.index(field)] = value
         receipt = _find_receipt(schedule, slots, stage, op, i)
@@ -179,6 +181,7 @@ def _count_ticks(schedule: Grid) -> int:
 
 def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:
     """Where the result of an action is received: the field, the device and the slot; None if nowhere."""
+    # A weight gradient stays on its device.
     if op == "W":
         return None
     if op == "F":
@@ -191,10 +194,12 @@ def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> 
         value = "cotangent"
         slot_of = slots.cotangent_of
         side = "right"
+    # After the last stage is the head, and before the first the embedding: nothing is sent to them.
     if (target, i) not in slot_of:
         return None
     taker = schedule.device(target)
     if schedule.placement == "v":
+        # A V never crosses the end of the ring: the next stage is on a neighbor, or at the turn on the same device.
         side = {1: "left", 0: "self", -1: "right"}[taker - schedule.device(stage)]
     return f"{value}_from_{side}", taker, slot_of[target, i]
 
@@ -229,6 +234,8 @@ def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray, spread: b
         kinds.append(("".join(op for op in OPS if op in ops), tuple(tick_ends)))
     segments = []
     begin = 0
+    # A segment is compiled as one scan, and its body has these ops alone: in the first ticks of GPipe no device
+    # computes a backward that it would discard.
     for (ops_text, run_ends), run in groupby(kinds):
         ticks = len(list(run))
         moves = []
@@ -245,7 +252,10 @@ def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> di
     """For each buffer, a free slot at each tick, [ticks + 1, devices]; the number of slots if all are taken."""
     ticks = _count_ticks(schedule)
     free = {}
+    # The last four fields of `Slots` are the maps, in the order of the buffers.
     for name, live, slot_of in zip(_BUFFERS.values(), lives, slots[4:], strict=True):
+        # A tick more: a value that moves at the end of the last tick is written after it. A slot more, which nothing
+        # takes: argmin gives the first slot that is not taken, and this one if all others are.
         taken = np.zeros((ticks + 1, schedule.devices, getattr(slots, name) + 1), bool)
         for work, (begin, end) in live.items():
             taken[begin : end + 1, schedule.device(work[0]), slot_of[work]] = True

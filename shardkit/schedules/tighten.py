@@ -49,6 +49,7 @@ class Actions:
         self.needed: Inputs = {action: [] for action in actions}
         last_stage = p * v - 1
         for action in actions:
+            # No backward is whole here: with () every need of a backward is an I.
             for need in find_needs(action, last_stage, ()):
                 moves = self.device[need.stage] != self.device[action.stage]
                 delay = costs.communication * moves
@@ -132,6 +133,8 @@ class Actions:
         begins: dict[Action, float] = {}
         for row in rows:
             begins.update((action, begin) for begin, action in row)
+        # Sorted before anything moves: the inputs of an action come before it in this order, so they have moved
+        # already.
         for action in sorted(begins, key=begins.__getitem__):
             arrivals = []
             for need, delay in needs[action]:

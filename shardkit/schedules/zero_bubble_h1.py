@@ -41,9 +41,12 @@ def zero_bubble_h1(devices: int, microbatches: int) -> Schedule:
             order.append(make_cell(d, "F", i + warm_up))
             order.append(make_cell(d, "I", i))
             no_forward_left = i + warm_up >= microbatches
+            # The warm-up puts p - 1 - d microbatches in flight, one more runs here, and the d weight gradients that are
+            # not done yet keep d more: p on every device.
             if i >= d or no_forward_left:
                 order.append(make_cell(d, "W", weight_gradients))
                 weight_gradients += 1
+        # 1F1B would idle here, because input gradients still go through the earlier devices.
         order += [make_cell(d, "W", i) for i in range(weight_gradients, microbatches)]
         orders.append(order)
     return build_schedule("zero_bubble_h1", orders, microbatches)

@@ -37,6 +37,8 @@ def zero_bubble_v(devices: int, microbatches: int) -> Schedule:
     p, microbatches = check_sizes("zero_bubble_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * p - 1)
     orders = []
+    # Worked example, device 0 of two with three microbatches: F0 F0 F0, then F1 I1 W twice, no steady state, I0 W F1 I1
+    # W once, and I0 W twice.
     for d in range(p):
         words = ["F0"] * (2 * (p - d) - 1)
         words += ["F1", "F0"] * d

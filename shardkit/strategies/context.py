@@ -36,4 +36,6 @@ def cp(axis: Axis) -> Plan:
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889).
     """
+    # Dim 1 of the batch has the tokens. Without a rule `place` all leaves stay whole, and each device has their
+    # gradients for its tokens alone: the step sums them over `axis`, as it does for the examples of `dp`.
     return strategy("cp", axis, batch_dim=1)

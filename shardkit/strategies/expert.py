@@ -54,11 +54,16 @@ def ep(axis: Axis, rules: DimRules = BY_NAME) -> Plan:
             return "no experts"
         if leaf.ways == 1:
             return "the axis has one device"
+        # Refused, not left whole: `moe` takes the leaves that it gets for this device's part of the experts.
         if leaf.shape[dim] % leaf.ways:
             raise ValueError(
                 f"ep: the experts, dim {dim} of leaf {leaf.path}, must be divisible by {named(names)}; got shape "
                 f"{leaf.shape} over {leaf.ways} devices. Choose another number of experts or a smaller axis."
             )
+        # By default a Split is never gathered, and its gradient never summed over its axes: tokens of all devices come to
+        # the experts, so the gradient of a part is complete. To sum it over `axis` would mix different experts.
         return Split(dim)
 
+    # Rank 0: the loss works on this part, so others split what is left of it. batch_dim=0: the axis splits the examples
+    # too, and the leaves that stay whole have their gradients summed over it.
     return strategy("ep", axis, rank=0, batch_dim=0, place=place, rules=rules)

@@ -177,6 +177,8 @@ class Pipeline:
         return build_loss(model, self.schedule, self.stages, mode)
 
     def _check(self, where: str, mode: Mode) -> None:
+        # In a branch some devices would wait for the others in a collective of the head, while the others run their
+        # stage: the step would hang.
         if self.spread is not None and mode == "branch":
             raise ValueError(
                 f"{where}: embedding and head that are spread over {self.axis!r} must run on all its devices; got "
@@ -236,6 +238,7 @@ def pipeline(
     if not axis:
         raise ValueError(f"pipeline: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
     _check_stack("pipeline", stack)
+    # Here and not when the step is traced: the error draws the grid, which needs no parameters and no mesh.
     schedule.check()
     pipe = Pipeline(schedule, axis, layers_per_stage, spread, stack)
     _ = pipe.plan  # refuses a `spread` that is no rules

@@ -41,6 +41,7 @@ from shardkit.plans.dim_rules import ChooseDim, DimRules, is_in_subtrees, is_sta
 from shardkit.plans.plan import Plan, strategy
 from shardkit.plans.splits import Gather, Leaf, Scatter, Split
 
+# A leaf of fewer elements would save at most 4 KB in float32, and need collectives of its own.
 MIN_SIZE = 1024
 Uneven = Literal["replicate", "refuse", "pad"]
 
@@ -135,6 +136,8 @@ def zero2(
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
     options = _Options("zero2", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    # No `once` here: a gradient that waited for the end of the step would be whole until then, on every device. This is
+    # the memory that ZeRO-2 saves, and the k reduce_scatters are its price.
     return _make_plan(options, rank=2, eager=_Times("update", "microbatch"), lazy=_Times("update", "layer"))
 
 
@@ -201,6 +204,9 @@ def fsdp(
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
     options = _Options("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    # Once per step: between microbatches the weights do not change, so a gather in each would send the same bytes
+    # again. Lazy leaves pay this, because only one layer of them is whole at a time. Rank 1 comes before the 2 of
+    # zero1: on a dim that both split, zero1 cuts the parts of fsdp, and the state holds the part of fsdp.
     eager = _Times("step", "step")
     return _make_plan(options, rank=1, eager=eager, lazy=_Times("layer", "layer"), secondary=fast_axes)
 
@@ -249,6 +255,8 @@ def _make_plan(
         dim = _choose_dim(options, choose_by_rules, leaf)
         if isinstance(dim, str):
             return dim
+        # The subtrees that the user named have leaves which the loss opens itself; the step gathers and scatters all
+        # others.
         times = lazy if is_in_subtrees(leaf.path, options.layerwise) else eager
         return Split(
             dim,
@@ -290,6 +298,8 @@ def _check_algorithm(
     try:
         algorithm.check(options.name, argument, kernel, axes)
     except ValueError as error:
+        # An algorithm without this kernel is wrong over any axes: its sentence stands. Otherwise the sentence must name
+        # the axes that are left beside the secondary ones, which the user has not written.
         if not secondary or getattr(algorithm, kernel) is None:
             raise
         raise ValueError(
@@ -319,6 +329,7 @@ def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf
         elements = "element" if size == 1 else "elements"
         return f"{size:,} {elements}, fewer than min_size={options.min_size:,}"
     first = 1 if leaf.stack or is_stacked(leaf.path, options.layerwise) else 0  # scan removes dim 0
+    # Also with rules: a dim that they choose must be one of these.
     candidates = _find_candidates(leaf, first, options.uneven)
     if choose_by_rules is not None:
         dim = choose_by_rules(leaf.path, leaf.shape)
@@ -352,6 +363,7 @@ def _find_candidates(leaf: Leaf, first: int, uneven: Uneven) -> list[int]:
         rows = leaf.shape[dim]
         divides = rows % leaf.ways == 0
         can_be_padded = uneven == "pad" and dim not in fixed_dims
+        # Zero rows divide by any number, but a dim without rows has nothing to split.
         if rows and (divides or can_be_padded):
             candidates.append(dim)
     return candidates
