@@ -36,8 +36,8 @@ def dp(axis: Axis, *, reduce: Algorithm = PLAIN) -> Plan:
 
     Source: Li et al., PyTorch Distributed (VLDB 2020), the baseline.
     """
-    # `strategy` checks only that the algorithm runs over these axes. That it has an all_reduce is checked here: without it
-    # zero1, zero2 and fsdp sum the leaves that they leave whole by the plain one, but `dp` leaves every leaf whole.
+    # `strategy` checks only that the algorithm runs over these axes. That it has an all_reduce is checked here: without
+    # it zero1, zero2 and fsdp sum the leaves that they leave whole by the plain one, but `dp` leaves every leaf whole.
     reduce.check("dp", "reduce", "all_reduce", axis_names("dp", axis))
     # Without a rule `place` no leaf is split. Every gradient is then a sum over this device's examples alone, and the
     # step sums it over the devices once, at its end: in each microbatch it would send the same bytes again.

@@ -60,8 +60,8 @@ def ep(axis: Axis, rules: DimRules = BY_NAME) -> Plan:
                 f"ep: the experts, dim {dim} of leaf {leaf.path}, must be divisible by {named(names)}; got shape "
                 f"{leaf.shape} over {leaf.ways} devices. Choose another number of experts or a smaller axis."
             )
-        # By default a Split is never gathered, and its gradient never summed over its axes: tokens of all devices come to
-        # the experts, so the gradient of a part is complete. To sum it over `axis` would mix different experts.
+        # By default a Split is never gathered, and its gradient never summed over its axes: tokens of all devices come
+        # to the experts, so the gradient of a part is complete. To sum it over `axis` would mix different experts.
         return Split(dim)
 
     # Rank 0: the loss works on this part, so others split what is left of it. batch_dim=0: the axis splits the examples

@@ -48,6 +48,6 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     choose = make_dim_chooser("tp", axes, rules)
 
     # Without a batch_dim all devices of the axis see the same examples, so the gradient of a whole leaf leaves the loss
-    # complete, and equal on all of them: a sum would count it n times. With `sequence` each sees its own tokens, and has
-    # a part of the sum: `varies` tells the step to add the parts, once at its end and not in each layer.
+    # complete, and equal on all of them: a sum would count it n times. With `sequence` each sees its own tokens, and
+    # has a part of the sum: `varies` tells the step to add the parts, once at its end and not in each layer.
     return strategy("tp", axis, rank=0, place=partial(split_by_rules, "tp", axes, choose), varies=sequence, rules=rules)
