@@ -88,6 +88,7 @@ def physical(mesh: Mesh, axes: Sequence[str]) -> str:
     """The dims of the machine along which the devices of a group differ: "x, y" of a torus, hosts, or nothing known."""
     positions = [mesh.axis_names.index(axis) for axis in axes]
     n = math.prod(mesh.shape[axis] for axis in axes)
+    # [devices of a group, groups], of which the first group stands for all.
     group = np.moveaxis(mesh.devices, positions, range(len(positions))).reshape(n, -1)[:, 0]
     coords = [_coords(device) for device in group]
     names = []
@@ -139,6 +140,7 @@ def _chains(pairs: Groups) -> list[str]:
     For example (0, 1), (1, 0), (2, 3), (4, 4) are "2>3" and "0>1>0".
     """
     target_of = {source: target for source, target in pairs if source != target}
+    # A chain that ends begins at a device to which no other sends. When those are taken out, only rings are left.
     ends_first = sorted(set(target_of) - set(target_of.values()))
     starts = [*ends_first, *sorted(target_of)]
     texts: list[str] = []

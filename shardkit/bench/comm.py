@@ -107,6 +107,8 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
         cases.append(timed._replace(fields=fields))
     along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
+    # What `measure` compares is the number of wrong elements, with 0. A wrong implementation is a row of the table and
+    # does not end it, since the others still tell something.
     records = measure(WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, refuse=False)
     # Each process has compared the blocks of its own devices.
     wrong = of_all_processes([compared[record["case"]].wrong for record in records])
@@ -138,6 +140,7 @@ def _read_program(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | Non
     if mode != "inside":
         calls = 1
     assert case.repeated is not None, "the case of a kernel has loops of its own"
+    # `repeated` is cached: this is the same function that is timed, and compiles only once more.
     program: Any = case.repeated(calls)
     traced = program.trace(case.carry, *case.args)
     return as_compiled.reading(traced, traced.lower().compile(), mesh, calls, hops)

@@ -124,6 +124,7 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
             f"compare: the two runs must have a case with samples in common; got none in {len(old)} and {len(new)} "
             "results. Measure the same cases before and after."
         )
+    # Seeded, so that the same two files always get the same verdict.
     generator = np.random.default_rng(0)
     changes = []
     for key in before | after:

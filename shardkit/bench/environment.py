@@ -38,6 +38,7 @@ def environment() -> dict[str, Any]:
     load = None
     if hasattr(os, "getloadavg"):
         load = round(os.getloadavg()[0], 2)
+    # The load slows the calibration down, never up. So the shortest of five is nearest to what the machine can do.
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu_model": _cpu_model(),
@@ -88,6 +89,7 @@ def _cpu_model() -> str:
 
 
 def _git_commit() -> str | None:
+    # --exclude=* leaves out all tags, so that this is always a commit; "-dirty" follows it if files are changed.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)

@@ -122,6 +122,7 @@ def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Link
     by_axis: dict[str, list[Record]] = {}
     for record in records:
         axes = record.get("axes")
+        # A collective over several axes uses all their links, and tells nothing of a single one.
         if record.get("impl") == "lax" and axes and "," not in axes:
             usable.append(record)
             by_axis.setdefault(axes, []).append(record)

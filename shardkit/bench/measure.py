@@ -50,6 +50,7 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
         first = number % len(names)
         rotated = names[first:] + names[:first]
         results = {name: runs[name]() for name in rotated}
+        # In the order of `runs`, because whoever reads a round takes the first case for the baseline.
         yield {name: results[name] for name in names}
 
 
@@ -302,6 +303,7 @@ def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str
     leaves = dict(jax.tree_util.tree_leaves_with_path(value))
     expected_leaves = dict(jax.tree_util.tree_leaves_with_path(reference))
     if leaves.keys() != expected_leaves.keys():
+        # At least 1, or a reference without elements would make another tree right.
         return np.inf, "(another tree)", sum(np.size(x) for x in expected_leaves.values()) or 1
     largest = 0.0
     largest_path = ""
@@ -408,6 +410,7 @@ def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float
     """The largest difference of two arrays, and the number of elements outside of the tolerance."""
     array = _to_host(value).astype(np.float64)
     expected = _to_host(reference).astype(np.float64)
+    # Nothing can be measured against a reference with NaN, so that all of it counts as wrong.
     if array.shape != expected.shape or not np.isfinite(expected).all():
         return np.inf, max(1, expected.size)
     errors = np.abs(array - expected)
@@ -416,5 +419,6 @@ def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float
         relative = errors / largest
     else:
         relative = np.where(errors == 0, 0.0, np.inf)
+    # NaN > tolerance is False: without this line NaN would count as right.
     relative = np.where(np.isfinite(array), relative, np.inf)
     return float(relative.max(initial=0)), int((relative > tolerance).sum())

@@ -107,6 +107,7 @@ def _by_leaves(kernel: Kernel) -> Kernel:
     """A kernel of pytrees, applied to the array in 16 parts: as many messages, or one if the kernel buckets them."""
 
     def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
+        # Of an array with fewer elements than that, no part is empty.
         leaves = jnp.array_split(x, min(LEAVES, x.size))
         return jnp.concatenate(kernel(leaves, axis, **options))
 
@@ -214,6 +215,7 @@ def _list_compressed(kernel: Kernel, redops: tuple[str, ...] | None, bound: Call
 
 
 def _half_ring_hops(n: int) -> int:
+    # Both ways round, the farthest device is half a ring away: 4 hops of 8 devices, 2 of 5.
     return n // 2
 
 
@@ -311,6 +313,7 @@ def exact(dtype: str) -> int:
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
         return int(jnp.iinfo(kind).max) - 1
+    # The first bit is not stored: bfloat16 stores 7, and has all whole numbers up to 2**8.
     mantissa_bits = int(jnp.finfo(kind).nmant)
     return 2 ** (mantissa_bits + 1)
 

@@ -135,6 +135,7 @@ def explain_left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
 
 def _has_columns(sizes: Mapping[str, int], config: transformer.Config) -> bool:
     model = sizes.get("model", 1)
+    # Heads, hidden units and words are all split over the axis. It divides the three if it divides their gcd.
     return model > 1 and math.gcd(config.heads, config.width, config.vocabulary) % model == 0
 
 
@@ -203,6 +204,8 @@ class CaseBuilder:
         """jit's step, held as a plan holds it; of the loss for one device, or of one with constraints."""
         carry, batch = placed_arguments(self.of(plan_case))
         if plan_case.manual:
+            # This plan knows the axis "data" alone. Over "model" the rules split the parameters, and their gradients in
+            # the same way.
             update = jax.tree.map(lambda x: x.sharding, carry[0])
         else:
             layouts = plan_case.plan.layouts(self.work.params, self.mesh)

@@ -250,6 +250,7 @@ def perform(command: Command, full: str, words: list[str]) -> int:
         _say("interrupted")
         _end(error, INTERRUPTED)
     except OSError as error:
+        # Without a file it is not a path that the user could check, but for example a socket.
         if error.filename is None:
             _end_unexpected(error)
         _say(f"error: {full}: {error.filename} cannot be used ({error.strerror}). Check the path.")
@@ -298,6 +299,7 @@ def _import_jax() -> None:
         import_module("jax")
     finally:
         if is_terminal:
+            # To the start of the line, and erase it.
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
@@ -325,10 +327,12 @@ def completion(shell: str) -> str:
 
     def bench(command: Any) -> None: ...
 
+    # tyro reads subcommands from the annotation of a parameter. These are known only when this runs.
     bench.__annotations__["command"] = make_subcommands(BENCH)
     tree: dict[str, Any] = {command.name: import_module(command.module).Options for command in COMMANDS}
     tree["bench"] = bench
     out = io.StringIO()
+    # tyro prints the script and exits, as it does for a user.
     with redirect_stdout(out), suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
             tree,

@@ -180,6 +180,7 @@ def _read_snapshot(file: Path) -> Audit:
 
     try:
         return Audit.from_json(read_file(file, _LARGEST_SNAPSHOT).decode())
+    # It is a ValueError too, and its own sentence says more than the one below.
     except OtherFormatError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -91,6 +91,7 @@ class Need(NamedTuple):
     def met(self) -> bool:
         """Whether the package is there, in one of the versions."""
         needed = Requirement(f"{self.package}{self.versions}").specifier
+        # Without prereleases=True, an installed 0.13.0rc1 would not meet ">=0.10".
         return self.version is not None and needed.contains(self.version, prereleases=True)
 
     def __str__(self) -> str:
@@ -133,9 +134,12 @@ def describe_extra(extra: str, needs: tuple[Need, ...]) -> str:
 def _find_needs(package: str, extra: str) -> Iterator[Need]:
     """What an extra names; for another package's extra, such as jax[tpu], what that one names."""
     for need in map(Requirement, metadata.requires(package) or []):
+        # What belongs to this extra alone has a marker that is true with the extra and false without it.
         marker = need.marker
         if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
+        # jax is there without its extra too. Whether jax[tpu] is installed shows in what this extra adds, such as
+        # libtpu.
         if need.extras and package == "shardkit" and version_of(need.name):
             for inner in need.extras:
                 yield from _find_needs(need.name, inner)

@@ -18,6 +18,8 @@ def is_refusal(error: Exception) -> bool:
         return False
     frame = last.tb_frame
     package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    # The last instruction tells a `raise` from a call that fails: a ValueError of int("x") in shardkit's own code is a
+    # bug, and must not pass for a refusal.
     instruction = frame.f_code.co_code[last.tb_lasti]
     return package == "shardkit" and instruction == dis.opmap["RAISE_VARARGS"]
 

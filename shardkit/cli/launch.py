@@ -87,5 +87,6 @@ def _refuse_without_effect(options: Options) -> None:
         names = _ONLY_HERE
     for name in names:
         value = getattr(options, name)
+        # A dataclass keeps the default of a field as an attribute of the class.
         if value != getattr(Options, name):
             raise ValueError(f"launch: --{name} {rule}; got {value}. Leave it out, or change --render.")

@@ -140,6 +140,7 @@ def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str,
             precision="bf16",
         )
 
+        # The model was counted on the user's batch, which may be small. The step is compiled for that of --batch.
         def enlarge(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)
 
@@ -165,6 +166,7 @@ def _read_sequences(text: str, sequence: int) -> int:
     """The number of sequences of "1024" or "4M-tokens"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
     number, unit, tokens = match.groups() if match else ("", "", None)
+    # A unit or a fraction makes sense for tokens only: "4M" without -tokens would be four million sequences.
     is_whole = number.isdigit() and not unit
     if not match or (not tokens and not is_whole):
         raise ValueError(
@@ -195,6 +197,7 @@ def compile_candidates(
         for number, candidate in enumerate(candidates, 1):
             text = f"compiling {number} of {len(candidates)} for {topology}: {candidate.layout}"
             task = progress.add_task(text)
+            # rich draws nothing that moves into a pipe, and a log should say what takes minutes.
             if not progress.console.is_terminal:
                 print(text, flush=True)
             step, *args = make_step(candidate)
@@ -210,6 +213,7 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
         ("layout", *3 * ("predicted", "compiled"), ""),
     ]
     for candidate, report in zip(candidates, reports, strict=True):
+        # Communication hides behind compute only as long as there is compute: of 3 s beside 2 s, 1 s is exposed.
         not_hidden = max(0.0, candidate.hidden_seconds - candidate.compute_seconds)
         exposed = candidate.exposed_seconds + not_hidden
         rows.append(

@@ -40,6 +40,7 @@ def read_sizes(where: str, words: tuple[str, ...]) -> dict[str, int]:
 def make_mesh(where: str, words: tuple[str, ...], *, many: bool) -> jax.sharding.Mesh:
     """The mesh of `("data=8",)`, of simulated devices if there are no others; `many` processes have theirs already."""
     sizes = read_sizes(where, words)
+    # With a size of -1, the number of devices is known only when jax has started.
     if not many and all(size > 0 for size in sizes.values()):
         offer_cpu_devices(math.prod(sizes.values()))
     return sk.make_mesh(**sizes)

@@ -143,6 +143,7 @@ def to_plain(value: Any) -> Any:
         return {str(name): to_plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(entry) for entry in value]
+    # Before Integral, which a bool is too: True would become 1.
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, numbers.Integral):

@@ -98,6 +98,8 @@ def _load_compiled_proof(text: str) -> Callable[[], Any]:
         )
     function, *args = call
     try:
+        # Before anything is traced, so that a missing argument is a sentence about the user's function, and not an
+        # error of jax.
         inspect.signature(function).bind(*args)
     except TypeError as error:
         raise TargetError(

@@ -46,12 +46,15 @@ def _make_cases(
     stack = np.stack(blocks)
     columns = []
     for d in range(n):
+        # After the all_to_all, device d has row d of every block, side by side: [1, n * n].
         rows = [block[d : d + 1] for block in blocks]
         columns.append(np.concatenate(rows, axis=1))
+    # Device d gets the block of the one before it. blocks[-1] is that of the last device, which sends to the first.
     neighbours = [blocks[d - 1] for d in range(n)]
     numbers = [np.array([d]) for d in range(n)]
     return {
         "all_reduce sum": (lambda x: sk.all_reduce(x, axis), [stack.sum(0)] * n),
+        # Times n, so that the mean is a whole number over any number of devices.
         "all_reduce mean": (lambda x: sk.all_reduce(x * n, axis, op="mean"), [stack.sum(0)] * n),
         "all_reduce max": (lambda x: sk.all_reduce(x, axis, op="max"), [stack.max(0)] * n),
         "all_reduce min": (lambda x: sk.all_reduce(x, axis, op="min"), [stack.min(0)] * n),
@@ -60,6 +63,7 @@ def _make_cases(
         "all_to_all": (lambda x: sk.all_to_all(x, axis, split_dim=0, concat_dim=1), columns),
         "shift": (lambda x: sk.shift(x, axis), neighbours),
         "broadcast": (lambda x: sk.broadcast(x, axis, source=n - 1), [blocks[n - 1]] * n),
+        # 0 * x makes an array [1] of the number, because out_specs split dim 0.
         "axis_index": (lambda x: sk.axis_index(axis) + 0 * x[:1, 0].astype(int), numbers),
     }
 

@@ -73,6 +73,7 @@ def load_step(where: str, text: str, args: Sequence[str]) -> tuple[Callable[...,
             f"{where}: {text} must return a step and its arguments; it raises {raised(error)}. Run it with python to "
             "see the traceback."
         ) from error
+    # Not isinstance: a NamedTuple, such as a TrainState, is one argument, and not the tuple of all.
     if len(arguments) == 1 and type(arguments[0]) is tuple:
         arguments = arguments[0]
     return step, arguments
@@ -120,6 +121,7 @@ def _import(where: str) -> ModuleType:
             return _import_file(where)
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
+        # With another name the module is there, and one that it imports is missing.
         if error.name in (where, where.split(".")[0]):
             raise TargetError(
                 f"target: module {where!r} must be importable from here; it is not found. Check the name, or pass a "
@@ -136,6 +138,7 @@ def _import_file(where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         raise TargetError(f"target: the file must exist; {where} does not. Check the path.")
+    # As `python FILE.py` does, so that it can import the files beside it.
     sys.path.insert(0, str(path.resolve().parent))
     # A file may share its name with an installed module: json.py must not replace json.
     name = path.stem
@@ -145,6 +148,7 @@ def _import_file(where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} is a Python file"
     module = importlib.util.module_from_spec(spec)
+    # Before the file runs, because dataclasses look up the module of a class there.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -16,6 +16,7 @@ from shardkit._arguments import checks
 from shardkit.cost.links import Link
 
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+# In these, a link carries the whole array once, so that nccl-tests' factor is 1.
 _SENT_ONCE = ("broadcast", "reduce", "ppermute", "sendrecv")
 _BUS = (*COLLECTIVE_KINDS[:-1], "gather", "scatter", *_SENT_ONCE)
 

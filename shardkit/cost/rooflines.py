@@ -64,6 +64,7 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
     described = hardware.chip(chip)
     flops, bytes, sent = checks.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
     checks.positive("roofline", work=flops + bytes + sent)
+    # Without latency and without overhead: each is the least that the chip can take.
     times = {
         "compute": flops / described.flops,
         "memory": bytes / described.hbm_bandwidth,

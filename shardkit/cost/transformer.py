@@ -45,6 +45,7 @@ def _count_layer(
     up = ffn
     if gated:  # two matrices, of which one gates the other
         up = 2 * ffn
+    # The biases are those of queries, output and the last feed-forward matrix, of keys and values, and of what goes up.
     return _Layer(
         attention=hidden * (2 * hidden + 2 * kv_hidden),  # queries and output; keys and values
         feed_forward=hidden * (up + ffn),
@@ -160,6 +161,8 @@ def transformer_flops(
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
     # FLOPs of one token forward; backward takes twice as many.
+    # Two matmuls, queries with keys and weights with values, of 2 s h each. As in the papers, a causal mask halves
+    # nothing.
     scores = 4 * sequence * hidden
     layer = 2 * (counts.attention + counts.feed_forward) + scores
     head = 2 * hidden * vocabulary

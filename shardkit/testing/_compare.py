@@ -81,6 +81,7 @@ def list_leaves(tree: Any) -> list[tuple[str, np.ndarray]]:
 def _fetch(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
+    # NumPy has no dtype for keys. Their data are integers, which must be equal.
     if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)
@@ -115,6 +116,7 @@ def check_conclusive(where: str, grads: Any, loss: Any = 0.0) -> None:
     if not_finite:
         verb = "is" if len(not_finite) == 1 else "are"
         reason = f"{quoted(not_finite)} {verb} not finite"
+    # Zero times any factor is zero: a sum that is missing or repeated would not show.
     elif not any(x.any() for _, x in leaves):
         reason = "all gradients are zero"
     else:
@@ -153,6 +155,7 @@ def describe_kinds(actual: Any, expected: Any) -> str:
 
 def find_other_bits(copies: Sequence[np.ndarray]) -> int:
     """The number of the first array whose bits differ from array 0's; 0 if all are equal."""
+    # As bytes, because NaN is unequal to itself, and 0.0 equals -0.0.
     first = np.asarray(copies[0]).tobytes()
     for number, copy in enumerate(copies):
         if np.asarray(copy).tobytes() != first:
@@ -166,6 +169,7 @@ def find_unequal_replicas(x: Any) -> tuple[int, int] | None:
         return None
     replicas: dict[str, list[Any]] = {}
     for shard in x.addressable_shards:
+        # An index is a tuple of slices, which have no hash before Python 3.12.
         replicas.setdefault(str(shard.index), []).append(shard)
     for copies in replicas.values():
         number = find_other_bits([_fetch(shard.data) for shard in copies])
@@ -190,6 +194,7 @@ def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray,
     worst: Gap | None = None
     worst_excess = 0.0
     for number, ((path, x), y) in enumerate(zip(list_leaves(actual), expected_leaves, strict=True)):
+        # argmax raises for an array without elements.
         if not x.size:
             continue
         difference = distance(x, y)
@@ -201,6 +206,7 @@ def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray,
         index = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
         if not difference[index] > bound[index]:
             continue
+        # Where nothing is allowed, a difference is worse than any that exceeds a bound.
         excess = np.inf
         if bound[index]:
             excess = difference[index] / bound[index]
@@ -224,6 +230,7 @@ def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     y = _widen(y)
     both_are_nan = (x != x) & (y != y)
     is_equal = (x == y) | both_are_nan
+    # inf - inf is NaN, and NumPy warns of it. The next two lines replace it, whether it is a difference or not.
     with np.errstate(invalid="ignore"):
         difference = np.abs(x - y)
     difference = np.where(np.isfinite(difference), difference, np.inf)
@@ -252,6 +259,8 @@ def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
         return None
     factor = float(np.vdot(y, x).real) / size
     remainder = np.max(np.abs(x - factor * y))
+    # Because of the 1e-3, a leaf that is zero except for rounding is 0 times the reference. By its own factor, perhaps
+    # 1e-7, hardly any remainder would be allowed.
     fits = remainder <= 1e-2 * max(abs(factor), 1e-3) * np.max(np.abs(y))
     if fits and abs(factor - 1) > 1e-2:
         return factor

@@ -110,6 +110,7 @@ def _push_forward(original: ArrayFunction, mesh: Any, note: Note, primals: Any, 
         float_primals = _select(primals, is_float_primal)
         restricted = restrict_to_floats(original, primals)
         float_outs, out_tangents = jax.jvp(restricted, (float_primals,), (float_tangents,))
+        # The JVP has the floating-point results alone; integers and booleans come from the original.
         return _replace_floats(original(*primals), float_outs), out_tangents
 
     float_tangents = _select(tangents, is_float_primal)
@@ -135,6 +136,7 @@ def _pull_back(original: ArrayFunction, mesh: Any, note: Note, primals: Any, cot
     is_float_cotangent = [jnp.result_type(c) != jax.dtypes.float0 for c in cotangents]
     float_cotangents = _select(cotangents, is_float_cotangent)
     grads = interpret(compute_gradients, mesh, note)(list(primals), float_cotangents)
+    # To jax, None is a zero gradient of any dtype, so that an integer needs no float0 of its shape.
     no_gradients = [None] * len(primals)
     return tuple(_replace_floats(no_gradients, grads, is_float_primal))
 
@@ -201,6 +203,7 @@ class _Emulator(JaxprInterpreter[Any]):
         row = registered(name)
         if name == ASSUMED:
             _compare_devices(operands[0], equation, self.note)
+        # A cast changes over which axes a value varies by its type. Under vmap there are no such types.
         if row.cast:
             return operands
         if row.emulate is not None or row.kind is not None:
@@ -329,6 +332,8 @@ def _compare_devices(x: Any, equation: Any, note: Note) -> None:
 
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    # Each gather puts its axis in front, so that x becomes [*sizes of names, *local shape]. After the last one no vmap
+    # maps x any more, and the callback runs once with the values of all devices.
     for name in reversed(names):
         x = lax.all_gather(x, name)
     jax.debug.callback(compare, x)

@@ -99,6 +99,7 @@ def wrap_kernel(
                 f"{where}: raised by the kernel, which was called on mesh {sized(mesh.shape.items())} with the shards "
                 f"of one device: {_shapes(shards)}."
             )
+            # `raise explained from error` would make this error its own cause.
             if explained is error:
                 raise
             raise explained from error
@@ -112,6 +113,7 @@ def wrap_kernel(
         for (path, y), spec in zip(jax.tree_util.tree_leaves_with_path(results), specs, strict=True):
             label = f"{where}, the kernel's result{keystr(path)}"
             _check_sizes(label, mesh, spec, np.shape(y), divided=False)
+            # Without check_vma no value has varying axes, and jax takes out_specs at their word.
             if check_vma:
                 _check_replicated(label, spec, y)
         return results
@@ -124,6 +126,7 @@ def explain_error(where: str, error: Exception, mesh: Mesh | AbstractMesh) -> Ex
     jax_folder = Path(jax.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
+    # The innermost frame outside of jax is the line of the kernel that calls it.
     caller = outside_jax[-1]
     if str(error) or caller is frames[-1]:  # it has a message, or jax did not raise it
         return error

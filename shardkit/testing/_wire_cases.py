@@ -104,6 +104,7 @@ def list_collectives(jaxpr: Any) -> tuple[list[WireCase], tuple[str, ...]]:
                 continue
             sends = case.groups.shape[1] > 1 and case.aval.size > 0
             if sends:
+                # As text, because a parameter may be a list or another value without a hash.
                 params = str(sorted(equation.params.items(), key=str))
                 cases.setdefault((site.name, params, operand.aval.str_short(), mesh), case)
     return list(cases.values()), tuple(unchecked)
@@ -139,6 +140,7 @@ def _find_largest_integer(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         limit = int(jnp.iinfo(dtype).max)
     else:
+        # The first bit of a mantissa is not stored: float32 stores 23 bits, and has all integers up to 2**24.
         limit = 2 ** (int(jnp.finfo(dtype).nmant) + 1)
     if limit < _PRIMES[0]:
         return 0
@@ -214,6 +216,7 @@ def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, n
         return integers.make(member, number)
 
     def reduce(combine: Callable[..., jax.Array]) -> jax.Array:
+        # One member after the other: the integers of all at once would need the memory of `count` operands.
         def combine_with_next(j: Any, total: jax.Array) -> jax.Array:
             return combine(total, send(members[j]))
 
@@ -331,6 +334,7 @@ class WireProgram:
             expected = integers.cast(_compute_result(case, integers, device, number))
             assert actual.shape == expected.shape
             is_wrong = (actual != expected).reshape(-1)
+            # argmax gives the first True. It is 0 where nothing is wrong, which the count beside it tells apart.
             first = jnp.argmax(is_wrong).astype(jnp.int32)
             position = jnp.stack([is_wrong.sum(dtype=jnp.int32), first])
             pair = jnp.stack([actual.reshape(-1)[first], expected.reshape(-1)[first]])

@@ -158,6 +158,7 @@ class _Comparison(NamedTuple):
                 f"{where} must have a dtype of the reference's kind; {difference}. Cast the kernel's or the "
                 "reference's."
             )
+        # The comparison of values below fetches one replica of each shard, so that another one could be wrong unseen.
         for path, x in jax.tree_util.tree_leaves_with_path(actual):
             devices = find_unequal_replicas(x)
             if devices:
@@ -262,6 +263,7 @@ def _make_vjp(fn: Any, structure: Any) -> Callable[..., Any]:
         remaining = iter(grads_of_floats)
         grads = []
         for x in leaves:
+            # None is an empty subtree: an integer argument has no leaf among the gradients that are compared.
             grads.append(next(remaining) if is_float(x) else None)
         return jax.tree.unflatten(structure, grads)
 

@@ -122,6 +122,7 @@ def certify_gradients(
             proved.append(sizes)
     if mistakes:
         raise AssertionError(_report(mistakes))
+    # On a mesh of one device every reduction is the identity, so that it alone proves nothing.
     largest = max((math.prod(sizes.values()) for sizes in proved), default=0)
     if largest <= 1:
         raise ValueError(
@@ -206,6 +207,7 @@ def factorizations(devices: int, k: int) -> list[tuple[int, ...]]:
 
 def _divides(sizes: dict[str, int], x: Any, spec: PartitionSpec) -> bool:
     """Whether the axes of a mesh divide the dims that they split."""
+    # A spec may have fewer entries than the array has dims. No axis splits the others.
     for size, axes in zip(np.shape(x), spec_axes(spec), strict=False):
         if size % math.prod(sizes[axis] for axis in axes):
             return False
@@ -260,6 +262,8 @@ def _diagnose(grads: Any, expected: Any, sizes: dict[str, int], relative: float)
             text = f"have shape {x.shape[local_dims]} on each device where the parameters have {y.shape[local_dims]}"
             mistakes.append(_Mistake(path_name(path), sizes, text))
             continue
+        # Where the true gradient of a leaf is zero, as of a bias before a softmax, the leaf holds rounding alone. A
+        # share of the largest gradient allows for it.
         allowed = relative * max(magnitude(y), 1e-3 * overall)
         if np.max(distance(x, y), initial=0.0) > allowed:
             mistakes.append(_Mistake(path_name(path), sizes, _describe_mistake(x, y, sizes, relative)))
@@ -311,6 +315,7 @@ def _find_unreduced(x: np.ndarray, y: np.ndarray, mesh_dims: int, near: float) -
     dims = []
     for dim in range(mesh_dims):
         x_gap = np.max(distance(x, _take_first(x, [dim])), initial=0.0)
+        # Where this is not 0, each device should hold another shard of the gradient, and nothing is left to reduce.
         y_gap = np.max(distance(y, _take_first(y, [dim])), initial=0.0)
         if x_gap > near and y_gap == 0:
             dims.append(dim)

@@ -28,6 +28,7 @@ from shardkit.testing import reference
 DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
 # Bits of the integers that a dtype represents exactly.
 _BITS = {"float32": 24, "bfloat16": 8, "float16": 11, "int32": 31, "bool": 1}
+# Elements. Without a limit, a few all_gathers in a row would take most of the time of a test.
 _LARGEST_BLOCK = 512
 
 

@@ -82,6 +82,8 @@ def emulate(
             out = jax.tree.map(jnp.asarray, out)
             return add_mesh_dims(vary(out, names), len(names))
 
+        # All axes stand in these out_specs, so that the results of all devices come back. `_join` compares them along
+        # the axes which the caller's out_specs omit.
         mapped = jax.shard_map(
             run_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma
         )
@@ -142,6 +144,8 @@ def _list_specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
     """One spec for each leaf of a tree, of which `specs` is a prefix."""
 
     def repeat_for_leaves(path: Any, spec: Any, subtree: Any) -> Any:
+        # In a result, None is a subtree without leaves. An array there needs a spec of its own, since a wrong P() would
+        # drop the values of all devices but the first.
         if spec is None and (what == "in_specs" or not jax.tree.leaves(subtree)):
             spec = PartitionSpec()
         if not isinstance(spec, PartitionSpec):

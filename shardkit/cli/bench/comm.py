@@ -84,6 +84,7 @@ def comm(options: Options) -> int:
     if cluster.is_master:
         print(describe_machine(), sk.describe(mesh), sep="\n", flush=True)
     records = []
+    # One table at a time, so that each is printed as soon as it is measured.
     for sweep in sweeps:
         try:
             rows = bench.comm([sweep], mode=options.mode, calls=calls, rounds=rounds)
