@@ -140,7 +140,7 @@ def _read_program(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | Non
     if mode != "inside":
         calls = 1
     assert case.repeated is not None, "the case of a kernel has loops of its own"
-    # `repeated` is cached: this is the same function that is timed, and compiles only once more.
+    # `repeated` is cached, so that this is the very function that is timed, in either mode.
     program: Any = case.repeated(calls)
     traced = program.trace(case.carry, *case.args)
     return as_compiled.reading(traced, traced.lower().compile(), mesh, calls, hops)

@@ -38,7 +38,6 @@ def environment() -> dict[str, Any]:
     load = None
     if hasattr(os, "getloadavg"):
         load = round(os.getloadavg()[0], 2)
-    # The load slows the calibration down, never up. So the shortest of five is nearest to what the machine can do.
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu_model": _cpu_model(),
@@ -55,6 +54,7 @@ def environment() -> dict[str, Any]:
         "NPROC": os.environ.get("NPROC", ""),
         "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "processes": jax.process_count(),
+        # What else runs can only make it longer, so that the shortest of five is nearest to what the machine can do.
         "calibration_cpu_us": round(min(calibration() for _ in range(5)), 1),
         "git_commit": _git_commit(),
     }

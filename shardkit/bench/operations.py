@@ -107,7 +107,7 @@ def _by_leaves(kernel: Kernel) -> Kernel:
     """A kernel of pytrees, applied to the array in 16 parts: as many messages, or one if the kernel buckets them."""
 
     def run(x: jax.Array, axis: Axes, **options: Any) -> Any:
-        # Of an array with fewer elements than that, no part is empty.
+        # An array of fewer elements has fewer parts, so that none is empty.
         leaves = jnp.array_split(x, min(LEAVES, x.size))
         return jnp.concatenate(kernel(leaves, axis, **options))
 

@@ -161,7 +161,7 @@ def transformer_flops(
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
     # FLOPs of one token forward; backward takes twice as many.
-    # Two matmuls, queries with keys and weights with values, of 2 s h each. As in the papers, a causal mask halves
+    # The scores are two matmuls, queries with keys and weights with values, of 2 s h each. As in the papers, a causal mask halves
     # nothing.
     scores = 4 * sequence * hidden
     layer = 2 * (counts.attention + counts.feed_forward) + scores
