@@ -161,8 +161,8 @@ def transformer_flops(
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
     # FLOPs of one token forward; backward takes twice as many.
-    # The scores are two matmuls, queries with keys and weights with values, of 2 s h each. As in the papers, a causal mask halves
-    # nothing.
+    # The scores are two matmuls, queries with keys and weights with values, of 2 s h each. As in the papers, a causal
+    # mask halves nothing.
     scores = 4 * sequence * hidden
     layer = 2 * (counts.attention + counts.feed_forward) + scores
     head = 2 * hidden * vocabulary
