@@ -154,7 +154,9 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
     for load, least in zip(used, search.alone, strict=True):
         seconds = time_load(network, axes, order, load)
         usual = time_load(network, axes, jax_order, load)
+        # jax's order need not give an axis whole factors, so it may be faster than all orders that the search tries.
         rows.append(LoadTimes(load, seconds, usual, min(least, usual)))
+    # On a tie jax's order stays: a program then has the same mesh with "auto" and without.
     if sum(row.usual for row in rows) <= (1 + 1e-9) * sum(row.seconds for row in rows):
         order = jax_order
         rows = [row._replace(seconds=row.usual) for row in rows]
@@ -224,6 +226,7 @@ class _Search:
         for load, alone in zip(self.loads, self.alone, strict=True):
             if open_axes & set(load.axes):
                 bound += alone
+        # Many sets of factors are mirror images with the same time: those that only tie are not followed to their end.
         if seconds + bound >= self.least * (1 - 1e-9):
             return
         if not open_axes:
@@ -308,6 +311,7 @@ def _find_primes(n: int) -> list[int]:
 
 def _choose_factors(free: _Factors, size: int) -> Iterator[_Factors]:
     """The sets of factors whose product is the size."""
+    # All factors are prime, so a set with this product has as many of them as the size has prime factors.
     for factors in combinations(free, len(_find_primes(size))):
         if math.prod(factor.radix for factor in factors) == size:
             yield factors
@@ -321,6 +325,7 @@ def _time_byte(network: Network, kind: str, factors: tuple[_Factors, ...], moves
         members = np.array(_locate(network, factors))
         return time_busiest_link(network, kind, _list_groups(network, members, group_factors), moves)
     members = _reflect_digits(group_factors) @ _step_vectors(network, group_factors)
+    # Groups of whole factors are shifted copies of one another, so all lines along a dimension carry the same.
     return time_busiest_link(network, kind, _list_groups(network, members, group_factors), alike=True)
 
 
@@ -330,6 +335,7 @@ def _list_groups(network: Network, members: np.ndarray, factors: _Factors) -> np
     first = np.ones(len(devices), bool)
     for factor in factors:
         first &= devices[:, factor.dim] // factor.stride % factor.radix == 0
+    # The first device of each group has the digit 0 in all factors; the members are counted from it.
     return devices[first][:, None] + members[None]
 
 
@@ -348,6 +354,8 @@ def _walk_axis(network: Network, factors: _Factors) -> np.ndarray:
     """Steps along an axis that has these factors, in the order that is best for a ring: [size, dims]."""
     digits: list[_Factor] = []
     for factor in sorted(factors, key=lambda factor: (factor.dim, -factor.stride)):
+        # Of a dimension of 4, the factors of strides 2 and 1 are one digit of radix 4: the walk 0 1 2 3 has neighbors
+        # only, and as two digits it would be 0 1 3 2.
         neighbors = digits and digits[-1].dim == factor.dim
         if neighbors and digits[-1].stride == factor.stride * factor.radix:
             digits[-1] = factor._replace(radix=factor.radix * digits[-1].radix)  # one longer digit

@@ -104,6 +104,7 @@ def draw_array(x: Any) -> DeviceGrid:
         else:
             hidden.append(str(dim))
     cells: dict[tuple[int, ...], tuple[int, ...]] = {}
+    # In the order of ids: a cell then reads 0,4 and not 4,0.
     for device in sorted(spans, key=lambda device: device.id):
         index = tuple(pieces[dim].index(spans[device][dim]) for dim in shown)
         cells[index] = (*cells.get(index, ()), device.id)

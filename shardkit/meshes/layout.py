@@ -47,6 +47,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
                 f"{pair!r} among them. Pass for example {{'embed': None, 'hidden': 'model'}}."
             )
     axes_by_name = dict(pairs)
+    # The dict has the last of two rules for a name: the first would be ignored without a word.
     names_with_rules = [name for name, _ in pairs]
     for name in axes_by_name:
         if names_with_rules.count(name) > 1:
@@ -70,6 +71,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
         _refuse_double_use(where, spec, tuple(names))
         return spec
 
+    # A tuple of names is a leaf here, although jax takes a tuple for a node of the tree.
     return jax.tree_util.tree_map_with_path(make_spec, logical_axes, is_leaf=_is_names)
 
 
@@ -131,6 +133,8 @@ def shard(tree: Arrays, mesh: Mesh | None = None, specs: Specs = WHOLE) -> Any:
 
     def lay_out(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
         local_shape_of(f"shard: leaf {path_name(path)}", jax.numpy.shape(x), spec, mesh)
+        # Canonical, as the results of a step are: with P("data", None) here and P("data") there the second step would
+        # compile again.
         return jax.device_put(x, NamedSharding(mesh, canonical(spec)))
 
     return jax.tree_util.tree_map_with_path(lay_out, tree, broadcast_specs(specs, tree, "shard"))

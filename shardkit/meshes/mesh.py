@@ -68,6 +68,7 @@ def make_mesh(
         raise ValueError("make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).")
     if devices is None:
         if not backends.jax_has_started():
+            # The next line starts jax, whose pool of threads cannot grow later.
             widen_thread_pool()
         used = jax.devices()
     else:
@@ -89,6 +90,7 @@ def make_mesh(
     elif devices is None:
         grid = mesh_utils.create_device_mesh(shape, used)
     else:
+        # Devices that the user lists keep their order: jax's rule would move them.
         grid = np.array(used).reshape(shape)
     return _build_mesh(grid, tuple(sizes), axis_types)
 
@@ -167,6 +169,8 @@ def make_hybrid_mesh(
             f"group(s) of {size} devices; got group sizes {group_sizes}. Change the sizes or pass group_of."
         )
     grids = []
+    # jax's rule inside each group alone: over all devices it could put devices of two groups next to each other on a
+    # fast axis.
     for _, group in sorted(groups.items()):
         grids.append(mesh_utils.create_device_mesh(tuple(fast.values()), group))
     grid = np.stack(grids).reshape(*slow.values(), *fast.values())
@@ -245,6 +249,7 @@ def draw_mesh(mesh: Mesh) -> DeviceGrid:
 
 def _build_mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Sequence[AxisType]) -> Mesh:
     types = (axis_types,) * len(names) if isinstance(axis_types, AxisType) else tuple(axis_types)
+    # The devices of other processes run on threads of theirs.
     local = [device for device in grid.flat if device.process_index == device.client.process_index()]
     if len(local) > 1 and local[0].platform == "cpu":
         warn_if_few_threads(len(local), stacklevel=5)  # the caller of make_mesh or make_hybrid_mesh
@@ -309,6 +314,7 @@ class DeviceGrid(NamedTuple):
             for row in range(len(row_labels)):
                 row_cells = []
                 for column in range(len(column_labels)):
+                    # A grid of one dim is indexed by the column alone, a grid of none by ().
                     inner = (row, column)[2 - dims_of_table :]
                     row_cells.append(self.cells[*outer, *inner])
                 cells.append(row_cells)
@@ -353,6 +359,7 @@ def format_ids(ids: Ids) -> str:
     runs: list[list[int]] = []
     for number in ids:
         if runs and number == runs[-1][-1] + 1:
+            # A run is its first id and its last: [4], then [4, 5], then [4, 6].
             runs[-1][1:] = [number]
         else:
             runs.append([number])

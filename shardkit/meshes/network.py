@@ -97,6 +97,7 @@ def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
     else:
         names = ["host", "gpu"]
         positions = _positions_in_hosts(devices)
+    # Part of a pod need not begin at its corner.
     positions -= positions.min(axis=0)
     shape = positions.max(axis=0) + 1
     distinct = len(set(map(tuple, positions.tolist())))
@@ -107,6 +108,7 @@ def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
         )
     # A torus of three dims wraps around if it is made of cubes of 4; a torus of two dims only along a whole pod's 16.
     made_of_cubes = not (shape[1 : 1 + chip.torus] % 4).any()
+    # A single device keeps one dimension, of size 1.
     used = [number for number, size in enumerate(shape) if size > 1] or [0]
     dims = []
     for number in used:
@@ -187,6 +189,8 @@ def time_load(network: Network, axes: Mapping[str, int], order: Coordinates, loa
     inner = [names.index(axis) for axis in load.axes]
     outer = [number for number in range(len(names)) if number not in inner]
     members = math.prod(axes[axis] for axis in load.axes)
+    # From [*mesh, dims] to [groups, members, dims]: the axes of the load number the members of a group, all others the
+    # groups.
     groups = grid.transpose(*outer, *inner, len(names)).reshape(-1, members, len(network.dims))
     return load.sent * time_busiest_link(network, load.kind, groups, load.moves)
 
@@ -241,6 +245,7 @@ def _add_permute(network: Network, loads: Sequence[np.ndarray], groups: np.ndarr
 def _add_unaligned(network: Network, loads: Sequence[np.ndarray], kind: str, groups: np.ndarray) -> None:
     """Adds groups that are no boxes: gathers by a ring in both directions, others by messages between all pairs."""
     members = groups.shape[1]
+    # A member sends one byte in all: half of it each way round, or an equal part to each of the others.
     if kind in _GATHERS:
         shifts = [-1, 1]
         message = 0.5
@@ -254,6 +259,7 @@ def _add_unaligned(network: Network, loads: Sequence[np.ndarray], kind: str, gro
 def _add_gather(
     network: Network, loads: Sequence[np.ndarray], groups: np.ndarray, counts: Sequence[int], alike: bool
 ) -> None:
+    # Each member sends one byte in all, and `_divide_bucket` counts pieces: n - 1 pieces are that byte.
     received_pieces = groups.shape[1] - 1
     for dim, sent in enumerate(_divide_bucket(network, counts)):
         if sent:
@@ -267,6 +273,8 @@ def _add_all_to_all(
     members = groups.shape[1]
     for dim, count in enumerate(counts):
         senders = _choose_senders(network, groups, dim, alike)
+        # To each other position along this dimension go the messages for all its members, members / count of them; each
+        # of the n - 1 messages of a device is an equal part of its byte.
         _add_exchange(network, loads[dim], groups, dim, count, members / count / (members - 1), senders)
 
 
@@ -326,6 +334,7 @@ def _divide_bucket(network: Network, counts: Sequence[int]) -> list[float]:
 
 def _find_line(groups: np.ndarray, dim: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The positions of each group along a dimension, [groups, positions], and the number of each member's position."""
+    # In a box each position stands members / count times among the sorted ones: with that stride each is taken once.
     positions = np.sort(groups[:, :, dim], axis=1)[:, :: groups.shape[1] // count]
     numbers = (positions[:, None, :] < groups[:, :, dim, None]).sum(axis=2)
     return positions, numbers
@@ -342,6 +351,7 @@ def _add_ring(
     """
     size = network.dims[dim].size
     wrap = network.dims[dim].wrap
+    # A switch has no neighbors: the only link of a device is the one into the switch, counted as direction 0.
     if network.dims[dim].level != _TORUS:
         np.add.at(load[0], tuple(groups[senders].T), sent)
         return
@@ -376,6 +386,7 @@ def _send(network: Network, loads: Sequence[np.ndarray], sources: np.ndarray, ta
     targets = targets.reshape(-1, len(network.dims))
     for dim in range(len(network.dims)):
         _send_along(network, loads[dim], position, dim, targets[:, dim], np.full(len(position), size))
+        # In the next dimension it starts from where this one has brought it.
         position[:, dim] = targets[:, dim]
 
 
@@ -389,6 +400,7 @@ def _send_along(
         np.add.at(load[0], tuple(sources.T), amount * (steps != 0))
         return
     if line.wrap:
+        # The shorter way round: on a ring of 4, three steps to the right become one to the left.
         steps = (steps + line.size // 2) % line.size - line.size // 2
     half_way = line.wrap & (2 * np.abs(steps) == line.size)  # both directions are equally short: half goes each way
     amount = amount * np.where(half_way, 0.5, 1.0)

@@ -135,6 +135,7 @@ def fold_keys(keys: Key | None, data: jax.Array | int) -> jax.Array | None:
         ) from None
     if not jnp.issubdtype(jnp.result_type(data), jnp.integer):
         raise TypeError(f"fold_keys: data must be integers; got {jnp.result_type(data)}. Pass for example 1.")
+    # The integers of a raw key, its last dim, belong together: they broadcast with nothing.
     raw_shape = () if _is_typed(keys) else keys.shape[-1:]
     fold = jax.random.fold_in
     for _ in shape:  # once for each dim of the keys
@@ -178,11 +179,14 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
             f"dropout: keys_b must have one key per example; got keys of shape {keys_b.shape} for examples of shape "
             f"{x_b.shape}. Pass the keys that the loss function receives with the batch."
         )
+    # Keys [b, t] of examples [b, t, D] draw D numbers each. One draw of the whole array would depend on how many
+    # examples this device has.
     draw = partial(jax.random.bernoulli, p=1 - rate, shape=x_b.shape[len(shape) :])
     for _ in shape:
         draw = jax.vmap(draw)
     kept = draw(keys_b)
     scaled = x_b / jnp.asarray(1 - float(rate), x_b.dtype)
+    # A product with 0 and 1 would make a nan of an infinity that is dropped.
     return jnp.where(kept, scaled, jnp.zeros_like(x_b))
 
 

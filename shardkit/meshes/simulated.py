@@ -55,6 +55,7 @@ def simulate_devices(n: int) -> None:
             f"initializes its devices, or start python with XLA_FLAGS=--xla_force_host_platform_device_count={n} "
             f"NPROC={_THREADS_PER_DEVICE * n}."
         )
+    # Also on a machine with an accelerator, whose devices jax would take first.
     jax.config.update("jax_platforms", "cpu")
     offer_cpu_devices(n)
 

@@ -68,11 +68,13 @@ def join_submeshes(
     for name, spec in specs.items():
         shape = local_trees[0][name].shape
         shards = []
+        # A process passes the shards that it has; jax puts each where its device stands in the mesh.
         for arrays in local_trees:
             shards += [shard.data for shard in arrays[name].addressable_shards]
         if rows and shape:
             shape = (len(trees) * shape[0], *shape[1:])
         elif rows:
+            # A scalar, such as a count of steps, has no rows: each submesh gives one.
             shape = (len(trees),)
             shards = [shard[None] for shard in shards]
         joined[name] = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), shards)

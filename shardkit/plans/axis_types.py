@@ -91,4 +91,5 @@ def apply_on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int])
             entries[dim] = None
     layout = NamedSharding(typed.mesh, canonical(PartitionSpec(*entries)))
     run = wrap_for_explicit_axes(fn, typed.mesh)
+    # `run` is for use inside jit, and this may be called outside.
     return jax.jit(lambda x: jax.sharding.reshard(run(x), layout))(x)

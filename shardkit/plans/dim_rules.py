@@ -107,6 +107,7 @@ def _check_dim(where: str, dim: Any, ndim: int) -> int | None:
     """The dim that the user's function returned, counted from the front."""
     if dim is None:
         return None
+    # True is an Integral, and would split dim 1: `rules` of that kind meant to say whether, not where.
     if isinstance(dim, bool) or not isinstance(dim, Integral):
         raise TypeError(
             f"{where}: rules must return a dim, or None for a leaf that stays whole; got {dim!r}. Return an int or "
@@ -145,6 +146,8 @@ def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, Pa
                 f"{name}: rules must be a function of path and shape, or a tree of PartitionSpecs; got {spec!r} for "
                 f"{path_name(path)}. Make the tree with specs_from_rules."
             )
+        # Of a tuple of axes a spec must have all: `_find_dim` refuses some of them, with the leaf. Here one is enough
+        # to show that the rules are for this strategy.
         used |= all_axes(spec)
     if not used & set(axes):
         raise ValueError(

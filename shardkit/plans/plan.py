@@ -84,6 +84,8 @@ class Plan(NamedTuple):
         """
         self.check(mesh)
         strategies = [strategy for strategy in self.strategies if strategy.batch_dim is not None]
+        # In the mesh's order, not that of ranks, in which fsdp comes before dp: consecutive examples then go to devices
+        # that are next to each other in the mesh.
         strategies.sort(key=lambda strategy: mesh.axis_names.index(strategy.axes[0]))
         axes: dict[int, list[str]] = {}
         for strategy in strategies:
@@ -230,10 +232,13 @@ class Plan(NamedTuple):
         varying_axes: list[str] = []
         sums = []
         for strategy in self.strategies:
+            # Its Split says how it reduces this gradient, or that it need not.
             if isinstance(decisions.get(strategy), Split):
                 continue
             if strategy.varies:
                 varying_axes += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
+            # Plain sums need no entry: the step sums a gradient over all axes that it still varies over, in one
+            # collective.
             if strategy.reduce is not PLAIN and strategy.reduce.all_reduce:
                 sums.append((strategy.axes, strategy.reduce))
         layout = LeafLayout(
@@ -243,7 +248,10 @@ class Plan(NamedTuple):
             sums=tuple(sums),
             automatic=self._automatic_spec(path),
         )
+        # After `align_times`, which may have moved a reduction into the layers.
         check_feedback(path, layout)
+        # The update splits each dim over all axes that the state and the loss split it over: a dim that divides there
+        # always divides.
         stored = stored_shape(tuple(jnp.shape(x)), layout.rows)
         return layout._replace(padded=padding(stored, layout.in_update().spec, mesh))
 
@@ -424,5 +432,6 @@ def chain(*plans: Plan) -> Plan:
                     "strategy; give one of them another axis."
                 )
             users[axis] = strategy.name
+    # By name too, so that a plan is the same whatever the order in which its parts are passed.
     strategies.sort(key=lambda strategy: (strategy.rank, strategy.name))
     return Plan(tuple(strategies))

@@ -76,6 +76,7 @@ class Padded:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A copy in the original shape and order."""
+        # numpy passes `copy` too; this is a copy in any case.
         return np.array(unpadded(self), dtype)
 
 
@@ -202,6 +203,7 @@ def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
     further dims are split.
     """
     if not uneven:
+        # No index is out of bounds: "clip" spares the comparison by which the default mode fills such rows with nan.
         return jnp.take(x, np.array(rows), axis=0, mode="clip")
     slices = []
     for start, stop in _find_runs(rows):

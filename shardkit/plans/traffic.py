@@ -145,10 +145,14 @@ class _Counter:
         opened = self.traffic.opened
         gathered_first = layout.cuts(gather=("step",))
         self._add_gathers(gathered, gathered_first, self._local_shape(original, layout.rest), compute)
+        # What a handle holds in the loss: whole over the axes that are gathered once per step, still a part over those
+        # of the layer.
         closed_splits = tuple(split for split in layout.splits if split.gather in ("never", "layer"))
         closed = LeafLayout(closed_splits).rest
         kept_cuts, regathered_cuts = separate_kept_cuts(layout.cuts(gather=("layer",)))
         shape = self._local_shape(original, closed)
+        # The kept cuts first, as `separate_kept_cuts` orders them: once per microbatch. The others are gathered in the
+        # forward pass, and in the backward pass again; a leaf that is opened before the loss stays whole between them.
         shape = self._add_gathers(opened, kept_cuts, shape, compute, self.accumulate, by_layer)
         gathers = 1 if layout.entry else _GATHERS
         self._add_gathers(opened, regathered_cuts, shape, compute, self.accumulate * gathers, by_layer)
@@ -169,6 +173,7 @@ class _Counter:
         update_axes = all_axes(layout.update)
         varying = frozenset(all_axes(self.batch_spec) | set(layout.varies) | update_axes)
         unreduced = sorted(varying - update_axes)
+        # An algorithm takes its own axes; what is left is summed plainly, in one collective over all of it.
         for axes, algorithm in layout.sums:
             self._collect_sum([axis for axis in axes if axis in unreduced], algorithm, varying, shape)
             unreduced = [axis for axis in unreduced if axis not in axes]
@@ -212,6 +217,7 @@ class _Counter:
         if algorithm.feedback and kernel != "all_gather":
             itemsize = 4  # with feedback sums are in float32
         for link_axes, sent in algorithm.cost(kernel, elements, itemsize, sizes).items():
+            # Fractions: (n-1)/n of a leaf is no float, and the sum must equal the bytes of the census exactly.
             part[link_axes] = part.get(link_axes, Fraction(0)) + times * sent
 
     def _add_gathers(
@@ -235,6 +241,7 @@ class _Counter:
         self, cuts: Cuts, shape: tuple[int, ...], times: int = 1, by_layer: bool = False
     ) -> tuple[int, ...]:
         """Adds reduce_scatters of dims that are padded first; returns the shape after them."""
+        # A dim is padded once for all its cuts, before the first of them: [6] over 2 and then 2 devices is sent as [8].
         for dim in {cut.dim for cut in cuts}:
             devices = 1
             for cut in cuts:
@@ -267,6 +274,7 @@ class _Counter:
         pieces = self._count_devices(axes - split_axes)
         local_groups = groups // devices
         piece = -(-math.prod(shape) // self._count_devices(split_axes) // pieces)
+        # Of 12 groups 4 add up pairwise to one sum, and 3 such sums are sent: 12 & -12 is 4.
         largest_power_of_two = local_groups & -local_groups
         partial_sums = local_groups // largest_power_of_two  # that a device sends
         self._add(self.traffic.reduced, PLAIN, "all_to_all", [piece * devices * partial_sums], 4, axes)
