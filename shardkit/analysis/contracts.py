@@ -99,6 +99,7 @@ class expects:
                     f"expects: each row must be a collective; got {row!r}. Pass for example "
                     "sk.collective('all_reduce', 'data')."
                 )
+        # All call sites of a kind over the same axes are added up, so that a second row would find none left.
         keys = Counter((row.kind, row.axes) for row in rows)
         for (kind, axes), count in keys.items():
             if count > 1:
@@ -122,9 +123,11 @@ class expects:
         self._checked = True
         actual = census(fn, *args, **kwargs)
         lines = []
+        # With `sums` alone, no row means that anything may be sent. Without it, no row means that nothing may.
         if self.rows or self.sums is None:
             lines += differences(actual.rows, self.rows)
         if isinstance(self.sums, Mapping):
+            # A misspelled axis would otherwise ask for nothing, and hold.
             for axis in self.sums:
                 if not actual.select(axis=axis):
                     lines.append(f"- expected sums over {axis!r}; nothing is sent over it")
@@ -178,6 +181,7 @@ class expects:
         return self.check
 
     def __exit__(self, kind: Any, *_: Any) -> None:
+        # An exception in the block says more than the missing check.
         if kind is None and not self._checked:
             raise AssertionError(
                 "expects: the block must check a function; nothing was checked. Call check(fn, *args) inside it."
@@ -208,6 +212,7 @@ def differences(rows: Sequence[CensusRow | CompiledRow], expected: Sequence[Coll
     for contract in expected:
         group = groups.pop((contract.kind, contract.axes), [])
         actual = _add_up(contract.kind, contract.axes, group)
+        # times=0 says that there must be none.
         if not group and contract.times != 0:
             lines.append(f"- expected {contract}; there is none")
         elif contract.times not in (None, actual.times) or contract.sent not in (None, actual.sent):
@@ -229,6 +234,7 @@ def narrow_sums(rows: Sequence[CensusRow], expected: Any) -> list[str]:
         for dtype in _expected_dtypes(row, expected):
             if not at_least_as_wide(row.sums, dtype):
                 groups.setdefault((str(jnp.dtype(dtype)), row.axes, row.kind, row.sums), []).append(row)
+                # A sum over two axes that ask for different dtypes is one line.
                 break
     lines = []
     for (dtype, axes, kind, sums), group in groups.items():

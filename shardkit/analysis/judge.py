@@ -135,6 +135,7 @@ class Audit:
                 f"{self._devices()}. Write a snapshot for each."
             )
         lines = []
+        # Counted, because one function may have the same finding twice: a third one is new.
         remaining = Counter(_identify(finding) for finding in before.findings)
         for finding in self.findings:
             identity = _identify(finding)
@@ -145,6 +146,7 @@ class Audit:
         old_sizes = before._sizes()
         for name, new in self._sizes().items():
             old = old_sizes.get(name, Fraction(0))
+            # Of a collective that was not there before, old is 0, and any share of it is exceeded.
             if new > old * (1 + growth) and new - old >= SMALL:
                 lines.append(f"{name}: {format_bytes(old)} before, {format_bytes(new)} now")
         return lines
@@ -367,6 +369,8 @@ def audit_of(program: TracedProgram, ignore: Collection[str], call: bool = True)
             skipped=(),
             versions={"jax": jax.__version__},
         )
+    # This rule calls the step, so that it comes last and by itself: a step that raises must not take the others with
+    # it.
     results = findings_of(program, {*ignore, "second-compile"})
     skipped: tuple[str, ...] = ()
     if "second-compile" not in ignore:

@@ -134,6 +134,7 @@ def _propose(layout: Layout, most_chips: int, rank_on: Callable[[int], list[Cand
     if candidates:
         return [("together", candidates[0])]
     chips = 2 * layout.chips
+    # Doubled and not counted up, because for each number of chips all layouts are tried.
     while chips <= most_chips:
         candidates = rank_on(chips)
         if candidates:

@@ -109,6 +109,7 @@ class Candidate(NamedTuple):
             if rules is None:
                 rules = transformer.tensor_rules(self.config(), "model", layout.tensor)
             plans.append(tp("model", rules, sequence=True))
+        # `pp("stage")` alone would have one stage on each device, and a schedule with chunks has several.
         schedule = layout.schedule
         if schedule is not None:
             plans.append(pipeline(schedule, "stage").plan)

@@ -113,6 +113,7 @@ def estimate_checked(model: Model, layout: Layout, machine: Machine, batch: int,
         by_axis=tuple((axis, time) for axis, time in seconds.items() if time),
         bubble=bubble,
     )
+    # Forward, and backward twice as much. What is recomputed is no FLOP of the model.
     flops = float(batch * sequence * 3 * model.flops(sequence))
     mfu = cost.mfu(flops, candidate.seconds, peak=machine.chip, chips=layout.chips)
     return candidate._replace(mfu=mfu)
@@ -134,6 +135,7 @@ def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequen
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     _check_kinds(model, layout)
     check_sizes(model)
+    # All fields are whole numbers but remat, which is a word.
     names = [name for name in layout._fields if name != "remat"]
     sizes = {name: getattr(layout, name) for name in names}
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)

@@ -70,6 +70,8 @@ class Layout(NamedTuple):
         return interleaved(self.stage, self.microbatches, self.chunks)
 
     def _mesh_sizes(self) -> dict[str, int]:
+        # The last axis has the nearest chips: tensor ways, for which the next matmul waits, are last, and stages, which
+        # send their results alone, are first.
         return {
             "stage": self.stage,
             "data": self.data,

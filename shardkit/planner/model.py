@@ -147,6 +147,7 @@ class Model(NamedTuple):
         matrices = 3 if model.gated else 2
         attention = model.attention
         if attention is None:
+            # Queries and output have `heads` heads, keys and values `key_heads`: two matrices of each.
             attention = 2 * model.hidden * model.head * (model.heads + model.key_heads)
         norms = 2 * model.hidden
         dense = attention + norms + model.extra
@@ -232,9 +233,12 @@ def _count_flops(model: Model, sequence: int) -> int:
     layers_with_experts = model.layers - model.dense
     dense_weights, _ = model.layer(0)
     weights, _ = model.layer()
+    # `layer` counts norms and biases too, which no matmul multiplies with.
     norms = 2 * model.hidden + model.extra
     products = model.dense * dense_weights + layers_with_experts * (weights + model._count_routed())
     products -= model.layers * norms
+    # Multiply-adds of queries with keys, and of weights with values, for all tokens of the sequence: no mask halves
+    # them.
     scores = 2 * sequence * model.heads * model.head
     return 2 * (products + model.layers * scores + model.hidden * model.vocabulary)
 

@@ -109,6 +109,7 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
         # Layouts that replicate the parts of fsdp are of its kind: they differ in where the same bytes are sent.
         if "fsdp" in axes:
             axes.discard("data")
+        # Sorted by time, so that the first of a kind is its fastest.
         fastest = fastest_by_kind.setdefault(frozenset(axes), [])
         if not fastest or candidate.seconds <= 1.01 * fastest[0].seconds:
             fastest.append(candidate)

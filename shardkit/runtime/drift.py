@@ -83,6 +83,7 @@ def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
     if not sums.addressable_shards:
         return []
     drifts: list[Drift] = []
+    # The checksums are [devices, leaves].
     for (path, _), spec, leaf_sums in zip(leaves, specs, np.asarray(sums).T, strict=True):
         drifts += _find_minority(path, spec, leaf_sums.reshape(mesh.devices.shape), mesh)
     return drifts
@@ -144,6 +145,7 @@ def _find_minority(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh)
 
 def _find_majority(checksums: list[int]) -> int | None:
     """The checksum of most replicas; None if two are as common."""
+    # Of two replicas that differ, nothing says which of them is right.
     (most, count), *second = Counter(checksums).most_common(2)
     if second and second[0][1] == count:
         return None

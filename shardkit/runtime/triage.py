@@ -198,6 +198,7 @@ def triage(
         layouts = placement.layouts
         microbatches = Microbatches(accumulate)
         specs = batch_specs(batch, placement.batch, mesh, accumulate)
+        # As the step has it: in float16 a gradient may be infinite because of its loss scale alone.
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         if reads:
@@ -246,6 +247,7 @@ class Triage:
 
     def __call__(self, state: TrainState, batch: Any) -> TriageReport:
         """What is not finite."""
+        # The gradient does not need the optimizer's state, often the largest part of a TrainState.
         loss, weight, inspected = self._compiled(state._replace(opt_state=None), batch)
         # jit sorts a dict by its keys; the report is ordered from causes to consequences.
         rows: list[NonFinite] = []
@@ -286,8 +288,10 @@ def _observe(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | Non
     """
     if not _can_be_nonfinite(x):
         return None
+    # argmax raises for an array without elements.
     if not x.size:
         return jnp.zeros(1 + x.ndim, jnp.int32)
+    # argmax gives the first True; where there is none, the count beside it is 0.
     is_bad = ~jnp.isfinite(x).reshape(-1)
     count = jnp.sum(is_bad, dtype=jnp.int32)
     first_bad = jnp.unravel_index(jnp.argmax(is_bad).astype(jnp.int32), x.shape)
@@ -304,6 +308,7 @@ def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[N
     An axis along which all counts are equal is left out of the coordinates: the value is on all of its devices.
     """
     names = tuple(sizes)
+    # [*sizes of the axes, 1 + rank]: the count, and the index of the first such value.
     by_device = np.asarray(observation).reshape(*sizes.values(), -1)
     counts = by_device[..., 0]
     differing_axes = []
@@ -315,6 +320,7 @@ def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[N
     for device in map(tuple, np.argwhere(counts)):
         place = tuple(int(device[number]) for number in differing_axes)
         first = tuple(map(int, by_device[device][1:]))
+        # Several devices may be one place, along the axes that are left out: the smallest of their indices counts.
         firsts[place] = min(firsts.get(place, first), first)
         values[place] = int(counts[device])
     for place, first in firsts.items():

@@ -247,6 +247,7 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     carried = training.init_carried(params)
     steps = []
     for index, batch in enumerate(training.batches):
+        # Scalars in a batch have no examples to count.
         arrays = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
         keys = example_keys(step_key(training.key, index), len(arrays[0]))
         results = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
@@ -300,6 +301,7 @@ def make_update(optimizer: Any) -> Callable[..., Any]:
 
 def _perturb(grads: Any, relative: float, sign: int) -> Any:
     """The gradients with every element perturbed by the allowed error, in random directions times `sign`."""
+    # Seeded anew in each step, so that the runs of both signs go along the same directions.
     rng = np.random.default_rng(zlib.crc32(b"rounding"))
 
     def perturb_leaf(x: np.ndarray, error: float) -> np.ndarray:

@@ -159,6 +159,7 @@ def prove_rows(
         if isinstance(reference, Reference):
             row_reference = reference
         else:
+            # By identity. The rows hold their optimizers, so that no other one gets the same id.
             settings = (id(row_optimizer), relative)
             if settings not in references:
                 references[settings] = one_device(
@@ -199,6 +200,7 @@ def raise_broken(verdicts: Sequence[Verdict], laws: Sequence[Law]) -> None:
     differences = [f"{verdict.row}, {verdict.law}: {verdict.broken}" for verdict in broken]
     message = f"prove: {len(broken)} of {len(verdicts)} do not hold:\n- " + "\n- ".join(differences)
     if len(verdicts) > 1:
+        # The verdicts stand row by row, one for each law.
         row, law = divmod(verdicts.index(broken[0]), len(laws))
         name = broken[0].law
         if laws[law] is getattr(builtin_laws, name, None):

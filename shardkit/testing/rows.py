@@ -121,6 +121,7 @@ def covering(
             del uncovered[pair]
             continue
         rows.append(row)
+        # Sorted by name, as the pairs of `_list_pairs` are.
         for pair_of_row in itertools.combinations(sorted(row.items()), 2):
             uncovered.pop(pair_of_row, None)
     choices = []

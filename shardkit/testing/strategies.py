@@ -66,6 +66,7 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
     all_sizes: list[tuple[int, ...]] = []
     for axes in range(1, len(names) + 1):
         all_sizes += factorizations(devices, axes)
+    # sampled_from shrinks towards the front of its list: to few devices, and then to few axes.
     all_sizes.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
     return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in all_sizes])
 
@@ -164,6 +165,7 @@ def sharded_arrays(
         >>> test_array()
     """
     sizes = draw(meshes()) if sizes is None else dict(sizes)
+    # From the shape on a device up to the global one: so every dim divides, and no example is thrown away.
     local = draw(st.lists(st.integers(1, largest), max_size=rank))
     entries: list[tuple[str, ...]] = [()] * len(local)
     if local:

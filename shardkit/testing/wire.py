@@ -118,6 +118,7 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
         with _starve(is_slow):
             fault = _find_fault(programs, number)
         elapsed = time.monotonic() - start
+        # Two rounds at least: an element that is left from the round before is right in the first.
         verdict, is_last = _agree(call, number, fault, number > 0 and elapsed >= seconds)
         if verdict:
             raise AssertionError(verdict)
@@ -150,6 +151,7 @@ def _starve(is_slow: bool) -> Iterator[None]:
     processors_of_threads: dict[int, set[int]] = {}
     try:
         for _ in range(2):
+            # -S: without the packages of this environment, Python starts sooner.
             busy.append(subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.DEVNULL))
         if sys.platform == "linux":
             allowed = sorted(os.sched_getaffinity(0))
@@ -192,6 +194,7 @@ def _agree(call: int, number: int, fault: str, is_last: bool) -> tuple[str, bool
                 f"{_TIMEOUT:g} s. Call wire in each process, with the same step."
             )
         messages.append(message)
+    # Process 0 decides. By their own clocks processes could end in different rounds, and one would wait for the others.
     ends = messages[0].startswith("1")
     for message in messages:
         fault = message[1:]

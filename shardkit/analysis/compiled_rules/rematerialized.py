@@ -65,6 +65,7 @@ def _find_gathers_to_slice(program: CompiledProgram) -> Iterator[_Gather]:
         readers = list(program.uses.find_ends(Value(computation, instruction), _passes_on))
         size = instruction.shape.size
         size_of_pieces = sum(reader.value.instruction.shape.size for reader in readers)
+        # All readers together keep more than one of the n pieces: then the gather sends what is needed.
         if not readers or size_of_pieces * row.n > size:
             continue
         if all(_takes_own_piece(program, reader) for reader in readers):

@@ -32,6 +32,7 @@ def second_call(program: CompiledProgram) -> Iterator[Finding]:
     results = step.fn(*first)
     arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
     jax.block_until_ready(arrays)
+    # Not isinstance: a NamedTuple, such as a TrainState, is one result.
     if type(results) is not tuple:
         results = (results,)
     second = _next_arguments(first, step.args, results)

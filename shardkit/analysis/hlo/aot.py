@@ -344,6 +344,7 @@ def _find_mesh(traced: Any, lowered: Any, args: Sequence[Any], mesh: Any) -> dic
         sizes = dict(mesh.shape)
     if not sizes:
         sizes = lowered_sizes
+    # A program of one partition splits nothing, and may be compiled for any mesh.
     if partitions not in (1, math.prod(sizes.values())):
         raise ValueError(
             f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "

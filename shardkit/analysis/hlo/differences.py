@@ -164,6 +164,7 @@ def is_written(row: CompiledRow) -> bool:
     For example "jit(step)/shard_map/all_gather" is written, and "jit(step)/optax/mul" the compiler's own. One that is
     merged of collectives under different scopes has the names of all, "shard_map/(loss/psum:psum)".
     """
+    # The last operation: "shard_map/(loss/psum:psum)" ends with psum.
     operations = re.split("[/:(]", row.op_name.rstrip(")"))
     return registered(operations[-1]).kind is not None
 
@@ -215,6 +216,7 @@ def _are_equal(before: _Traffic, after: _Traffic) -> bool:
     """
     if (before.times, before.sent) == (after.times, after.sent):
         return True
+    # before.sent / before.times == after.sent / after.times, without a division by 0.
     same_bytes_each_time = before.sent * after.times == after.sent * before.times
     return before.unknown and after.times >= before.times and same_bytes_each_time
 
@@ -273,6 +275,7 @@ def _tally(census_rows: list[CensusRow], rows: list[CompiledRow]) -> tuple[_Tall
         key = written_row.kind, _axes_as_compiled(written_row, rows)
         traffic = before.get(key, _NOTHING)
         before[key] = traffic.plus(written_row, written_row.source, written_row.count is None)
+    # The compiler may rename an operation, but keeps its line.
     written_places = {(written_row.kind, written_row.source) for written_row in census_rows}
     for row in rows:
         axes = tuple(sorted(row.axes))
@@ -312,6 +315,7 @@ def _axes_as_compiled(written_row: CensusRow, rows: Iterable[CompiledRow]) -> tu
     """
     if written_row.kind == "ppermute":
         return tuple(sorted(written_row.along))
+    # False sorts before True, and `sorted` keeps the order of equals.
     same_size_first = sorted(rows, key=lambda row: row.bytes_in != written_row.bytes_in)
     for row in same_size_first:
         if row.kind == written_row.kind and row.n == written_row.n > 1 and set(row.axes) < set(written_row.axes):

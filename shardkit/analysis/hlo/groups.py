@@ -223,6 +223,7 @@ def _are_complete(groups: Groups, dims: Sequence[int], varying: Sequence[int]) -
         offsets = _add_offsets(offsets, dims[dim], strides[dim])
     complete = set(offsets)
     for group in groups:
+        # If the group is complete, its smallest number has the coordinate 0 along these dims.
         first = min(group)
         if {device - first for device in group} != complete:
             return False

@@ -211,6 +211,7 @@ def _read_computation(data: bytes, schedule: dict[int, tuple[int, ...]]) -> Comp
     for instruction in map(_read_instruction, fields[2]):
         instructions[instruction.id] = instruction
     number = integer(fields, 5)
+    # A dict keeps its order, which from here on is that of execution.
     if number in schedule:
         instructions = {instruction_id: instructions[instruction_id] for instruction_id in schedule[number]}
     return Computation(number, text(fields[1]), integer(fields, 6), instructions)
@@ -246,6 +247,7 @@ def _read_instruction(data: bytes) -> Instruction:
         metadata = message(fields[_METADATA][0])
         instruction.op_name = text(metadata.get(2))
         instruction.frame = integer(metadata, 15)
+    # Scalars alone, such as the bounds of loops. A constant array may be large.
     if _LITERAL in fields and not instruction.shape.dims:
         instruction.literal = _read_scalar(message(fields[_LITERAL][0]))
     if _BACKEND_CONFIG in fields:

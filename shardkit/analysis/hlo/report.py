@@ -90,6 +90,7 @@ class Report:
     @property
     def utilization(self) -> float:
         """The FLOPs of the compiled matmuls over what the chip could do in a step's seconds, a fraction."""
+        # A program that neither computes nor sends takes no time by the model.
         if not self.seconds:
             return 0.0
         device = device_of(parse_topology(self.topology))
@@ -327,6 +328,7 @@ def _make_line(rows: list[CompiledRow]) -> tuple[str, ...]:
 def plain_row(row: CensusRow | CompiledRow) -> dict[str, Any]:
     """A row as JSON can hold it."""
     fields = asdict(row)
+    # JSON has no fractions, and a float would not be read back exactly.
     fields["sent"] = [row.sent.numerator, row.sent.denominator]
     return fields
 

@@ -83,6 +83,7 @@ def try_options(compile_with: Callable[[CompilerOptions], Trial], options: Seque
     for added in options:
         trial = compile_with(best.options | dict(added))
         trials.append(trial)
+        # Not where both are equal, so that options without an effect are left out.
         if _rank(trial) < _rank(best):
             best = trial
     return Tuned(tuple(sorted(trials, key=_rank)))

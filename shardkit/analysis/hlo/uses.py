@@ -71,6 +71,7 @@ class Uses:
             for instruction in computation.instructions.values():
                 if instruction.opcode == "while":
                     self.loops[instruction.calls[0]] = (computation, instruction)
+                # These two run a computation by itself; that of a fusion or a reduction is part of the instruction.
                 elif instruction.opcode not in ("call", "conditional"):
                     self.fused.update(instruction.calls)
 
@@ -100,6 +101,7 @@ class Uses:
         while waiting:
             value = waiting.pop()
             computation, instruction, callers = value
+            # With the fusions around it, because two of them may run the same computation on other operands.
             fusions = [fusion.id for _, fusion in callers]
             key = (computation.id, instruction.id, *fusions)
             if key in visited:

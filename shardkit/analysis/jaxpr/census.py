@@ -254,6 +254,8 @@ def census_of(jaxpr: Any) -> Census:
             rows.append(replace(row, update=id(site.equation) in of_gradients and not row.backward))
         elif claim is not None:
             rows.append(_row_of_foreign(site, claim))
+        # An unknown primitive inside a shard_map. One with jaxprs of its own is walked through, and shows what it
+        # sends.
         elif not registered(site.name).name and site.sizes and not compat.inner_jaxprs(site.equation):
             _refuse_uncounted(site)
     return Census(tuple(rows))
@@ -411,6 +413,7 @@ def _row_of_foreign(site: Site, claim: Claim) -> CensusRow:
 
 def _find_moves(pairs: Sequence[tuple[int, int]], n: int) -> Moves:
     """By how many places round n every pair moves; the pairs themselves if that differs."""
+    # Modulo n: in a ring of 8 the pair (7, 0) moves by 1, as all others do.
     moves = {(target - source) % n for source, target in pairs}
     if len(moves) == 1:
         return moves.pop()

@@ -80,6 +80,7 @@ def differences_of_processes(step: TracedStep) -> Iterator[Finding]:
         return
     lines = _list_program(step)
     other_lines = _list_program(other_step)
+    # Collectives first: a difference there is a deadlock, which says more than the first line that differs.
     finding = _compare_collectives(lines, other_lines, here, there)
     if finding is None:
         finding = _compare_programs(lines, other_lines, here, there)
@@ -149,6 +150,7 @@ def _list_program(step: TracedStep) -> list[_Line]:
 def _list_lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[_Line]:
     """Every constant and equation of a program, the inner ones after the equation that holds them."""
     for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+        # A constant that no equation reads may differ.
         user = _find_user(jaxpr, variable)
         if user is not None:
             key = (path, "constant", _digest(constant))

@@ -204,6 +204,7 @@ class DistributedConfig:
                     f"DistributedConfig: the variable {name.upper()} must be a whole number; got {text!r}. "
                     f"Set for example {name.upper()}=1, or unset it."
                 ) from None
+        # A launcher's WORLD_SIZE counts processes, and the config's world_size devices.
         devices = overrides.get("devices_per_process", 1)
         processes = values.get("world_size")
         if isinstance(processes, int) and isinstance(devices, int):
@@ -246,6 +247,7 @@ class DistributedConfig:
         """
         names = self.mesh_axis_names or _AXES
         if not self.enabled:
+            # With the same names, so that specs and plans of the distributed run hold here too.
             return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))
         shape = self.mesh_shape or (
             self.get_data_parallel_size(),

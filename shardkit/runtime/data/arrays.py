@@ -85,6 +85,7 @@ def from_process_local(
     mesh = mesh_in_context("from_process_local", mesh, devices=True)
     check_spec("from_process_local", spec, mesh, len(spec))
     pieces = math.prod(mesh.shape[axis] for axis in _row_axes(spec))
+    # Of a batch with one row for each part, the rows of this process are the number of its parts.
     mine = len(local_rows(pieces, mesh, spec))
     if not mine and batch is None:
         raise ValueError(
@@ -250,6 +251,7 @@ def _refuse_different(tree: Any) -> None:
 
 def _checksum_of_host(x: np.ndarray) -> int:
     """The checksum of an array's dtype, shape and bytes."""
+    # With dtype and shape: zeros have the same bytes in many of them.
     kind = zlib.crc32(f"{x.dtype}{x.shape}".encode())
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, kind)
 

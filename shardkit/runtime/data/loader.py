@@ -123,6 +123,7 @@ class Loader:
             self._batches = self._batches_from(self._position)
         try:
             batch = next(self._batches)
+        # Batches that were prefetched behind the failed one are dropped, and the next call begins again at `position`.
         except BaseException:
             self.close()
             raise
@@ -145,6 +146,7 @@ def _batches(
     rows = local_rows(batch, mesh, spec)
     rows_to_read = rows if rows.size else np.zeros(1, np.int64)  # outside the mesh one, for shapes and dtypes
     dataset = grain.MapDataset.source(_Rows(samples, position, batch, rows_to_read))
+    # grain counts rows here, and not batches. With fewer of them than threads, some threads would idle.
     ahead = max(threads, prefetch * len(rows_to_read)) if threads else 0
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
     local_batches = dataset.to_iter_dataset(options).batch(len(rows_to_read))
@@ -208,6 +210,7 @@ def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
     failure: Exception | None = None
     try:
         while has_more or ready:
+            # One more than n: the batch that is returned next is not in advance.
             while has_more and len(ready) <= n:
                 try:
                     ready.append(next(iterator))

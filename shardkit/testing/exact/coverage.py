@@ -127,10 +127,12 @@ class Coverage:
         if self.differences is not None:
             self.differences.note((self.side, id(equation), part), field, x, y)
         kind = EQUALITY if equation.primitive.name in _EQUALITIES else ORDER
+        # A comparison with NaN or infinity goes the same way whatever the other number is, and shows nothing of it.
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
         if self.identifies and field.points > 1:
+            # At two points an unknown has two numbers and a constant one, so that one point could not tell them apart.
             differences, fixed = _identify(field, x, y)
             decision.decided = decision.decided | fixed
             words = np.broadcast_to(differences, asked.shape)
@@ -304,6 +306,8 @@ class Coverage:
                 counted[-1, side].append(words[signs < 0])
         none = np.zeros(0, np.uint64)
         positive, other_positive, negative, other_negative = [np.concatenate([none, *x]) for x in counted.values()]
+        # The differences that both sides compare with zero; of these, the ones where a side alone counts zero as
+        # positive, or as negative.
         both_sides = np.intersect1d(np.union1d(positive, negative), np.union1d(other_positive, other_negative))
         one_sided = np.union1d(np.setxor1d(positive, other_positive), np.setxor1d(negative, other_negative))
         differing = np.intersect1d(both_sides, one_sided)

@@ -43,6 +43,7 @@ from shardkit.testing.exact.repairs import (
 )
 from shardkit.testing.exact.rules.operands import Operand
 
+# Each distance is tried by one more run of the program, and a neighbour is the likelier mistake than a device far off.
 _MOST_DISTANCES = 8
 # A sum over devices may be missing behind these equations. Behind one that only passes elements on it is missing behind
 # the equation that made the elements, too, and is tried there.
@@ -64,6 +65,7 @@ def repair_collective(bench: Bench) -> Iterator[Repair]:
         return
     [x] = call.operands
     [y] = call.results
+    # A collective that changes the shape cannot be left out, because the equations behind it would not fit.
     if bench.shape(x) == bench.shape(y):
         yield change_operands(Cost.COLLECTIVE, f"without {call.name}", keep_operands)
     if row.kind == "all_reduce":
@@ -240,6 +242,8 @@ def repair_rows(bench: Bench) -> Iterator[Repair]:
         return
     contracted, batched = bench.call.equation.params["dimension_numbers"]
     for number, x in enumerate(bench.call.operands):
+        # Only a dim that stays in the result has more rows after a gather. A contracted dim would no longer fit the
+        # other operand.
         joined = {*contracted[number], *batched[number]}
         rows = [dim for dim in range(len(bench.shape(x))) if dim not in joined]
         for names in list_subsets(bench.varying_axes(x)):
@@ -258,6 +262,7 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
         return
     for axis in varying:
         n = bench.axes[axis]
+        # Both neighbours, which are one device where n is 2.
         for step in sorted({1, n - 1}):
             pairs = [(i, (i + step) % n) for i in range(n)]
             words = f"{name} of the device {n - step} further on along {axis!r}"
@@ -378,6 +383,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
             words += f" times {size}"
         dim = list(bench.axes).index(axis)
         changed = x + sign * size * bench.device_index(axis, x)
+        # The offset cancels an index that is in x already, so that the words say what is left: nothing of the device.
         if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
             words = f"{name} that is the same along {axis!r}"
         # A missing offset of the device, whose local places were taken for global ones, is the likelier mistake.
@@ -389,6 +395,7 @@ def _repair_wrap(bench: Bench) -> Iterator[Repair]:
     """An integer modulo a size: the neighbour behind the last place of a ring is the first place."""
     x = bench.result
     for size in sorted({*bench.axes.values(), *bench.sizes} - {1}):
+        # Where all elements are smaller than the size, the program would stay as it is.
         if (x % size != x).any():
             yield change_result(Cost.SIZE, f"{bench.call.name} modulo {size}", _wrap_around, size)
 
@@ -453,11 +460,13 @@ def _repair_chunk(bench: Bench) -> Iterator[Repair]:
     n = bench.axes[axis]
     index = bench.device_index(axis, x)
     first = x.flat[0]
+    # Read as blocks: device 0 has c and device 1 has k + c, so that their difference is k, the chunks of a device.
     count = x.flat[1] - first
     name = bench.call.name
     if count > 1 and 0 <= first < count and np.array_equal(first + count * index, x):
         words = f"{name} in strides along {axis!r} in place of blocks"
         yield change_result(Cost.INDEX, words, _take_layout, first * n + index)
+    # Read as strides: device 0 has c * n. How many chunks a device has is not in these numbers, so all sizes are tried.
     if first >= 0 and first % n == 0 and np.array_equal(first + index, x):
         chunk = first // n
         for count in bench.sizes:

@@ -37,6 +37,7 @@ from shardkit.testing.exact.rules.operands import Operand
 
 # An array is filled with the number that changes nothing in a sum, a product, a maximum or a minimum.
 _FILLINGS = {"zeros": 0.0, "ones": 1.0, "minus infinities": -math.inf, "infinities": math.inf}
+# Each start is tried by one more run of the program.
 _MOST_STARTS = 8
 _FUNCTIONS = (lax.sqrt, lax.rsqrt, lax.exp, lax.log, lax.tanh, lax.square)
 # Operators that are taken for each other.
@@ -92,6 +93,7 @@ def _list_sizes(bench: Bench) -> dict[int, tuple[float, str]]:
     for axis, n in bench.axes.items():
         if n > 1:
             sizes[n] = Cost.SIZE, f"the size of {axis!r}"
+    # Axes come first and dims last, so that a size which is both is explained by the axis, the likelier cause.
     sizes.setdefault(math.prod(bench.axes.values()), (Cost.SIZE, "the number of devices"))
     dims = set(bench.sizes)
     for n in bench.axes.values():
@@ -129,6 +131,7 @@ def _find_powers(x: np.ndarray, sizes: Sequence[int]) -> list[tuple[int, float]]
         powers = (0.5, -0.5)
     matches = []
     for power, size in itertools.product(powers, sizes):
+        # In the dtype of the constant: the root of 3 is another number in float32 than in float64.
         if x.dtype.type(float(size) ** power) == x.item():
             matches.append((size, power))
     return matches
@@ -150,6 +153,7 @@ def repair_place(bench: Bench) -> Iterator[Repair]:
         yield from _repair_concatenation(bench)
     if name in ("cumsum", "cumprod"):
         yield from _repair_running(bench)
+    # Without it, an array that is not square would not fit the equations behind it.
     if name == "transpose" and bench.call.operands[0].shape == bench.result.shape:
         yield change_operands(Cost.OPERATOR, f"without {name}", keep_operands)
     if name == "dynamic_slice":
@@ -262,6 +266,7 @@ def _repair_position(bench: Bench) -> Iterator[Repair]:
     array = bench.call.operands[0]
     size = max(bench.shape(array), default=1)
     for number, x in enumerate(bench.call.operands):
+        # The array itself may hold integers, which are no places.
         if is_integer(x) and x is not array:
             words = f"{bench.call.name} one place further on"
             yield change_operands(Cost.INDEX, words, _shift_operand, bench, number, 1, size)
@@ -320,6 +325,7 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
         yield change_operands(Cost.OPERATOR, f"without {name}", keep_operands)
     if is_mask(bench.result):
         yield from _repair_decision(bench)
+    # The operands are the mask, what is taken where it is false, and what is taken where it is true.
     if name == "select_n" and len(bench.call.operands) == 3:
         yield change_operands(Cost.OPERATOR, "select_n as where the mask is false", _take_operand, 1)
         yield change_operands(Cost.OPERATOR, "select_n as where the mask is true", _take_operand, 2)

@@ -28,6 +28,7 @@ from shardkit.testing.exact.repairs import (
 )
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
+# Each variable is tried by one more run of the program, for each operand and in several ways.
 _MOST_VARIABLES = 6
 _TERMS = (lax.add, lax.sub, lax.mul, lax.div)
 # Equations of which an operand may lack a factor.

@@ -26,6 +26,7 @@ from shardkit.testing.exact.rules.operands import Operand
 
 # A sum of these functions is not the function of a sum. (Of "mul" it is, if all devices have the same factor.)
 _FUNCTIONS = ("abs", "div", "exp", "integer_pow", "log", "log1p", "logistic", "mul", "rsqrt", "sqrt", "square", "tanh")
+# They change no value, and often stand between the two equations: definitions are looked up behind them.
 _VARYING = ("pvary", "pcast")
 _OPERATORS = ("add", "sub", "mul", "div")
 
@@ -51,6 +52,7 @@ def repair_order(bench: Bench, definitions: Mapping[Any, Any]) -> Iterator[Repai
 
     The equation is the second of the two: a reduction of a function, or a function of one or two reductions.
     """
+    # Reductions first: a mean ends with a division, which would be taken for a function.
     reduction = _find_reduction(bench, bench.call.equation, definitions)
     if reduction is not None:
         yield from _repair_reduction(bench, reduction, definitions)
@@ -80,6 +82,8 @@ def _repair_function_of_reductions(bench: Bench, definitions: Mapping[Any, Any])
             reductions[number] = reduction
     if not reductions:
         return
+    # Both operands may be reduced, as in psum(sums) / psum(weights). Their quotient is reduced once, as the first one
+    # is.
     first = next(iter(reductions.values()))
     noun = "mean" if first.mean else first.operator
     words = f"the {noun} over {quoted(first.names)} of {bench.call.name} of what devices have"
@@ -133,6 +137,7 @@ def _exchange_inside(bench: Bench, number: int, inner: Any, inner_number: int) -
         exchanged = replace_item(inner_operands, inner_number, operands[1 - number])
         [result] = bench.interpreter.step(inner, exchanged)
         outer_operands = replace_item(operands, number, result)
+        # An operator has two operands, so that 1 - number is the other one.
         return bench.rerun(replace_item(outer_operands, 1 - number, inner_operands[inner_number]))
 
     return change
@@ -159,6 +164,7 @@ def _find_reduction(bench: Bench, equation: Any, definitions: Mapping[Any, Any])
     total = None if hasattr(dividend, "val") else definitions.get(dividend)
     if total is None or kind_of(total) != "all_reduce" or len(total.invars) != 1:
         return None
+    # jax traces a pmean as a psum, and a division by the number of devices, which is a literal.
     names = mesh_axes(total)
     if getattr(divisor, "val", None) != math.prod(bench.axes.get(name, 1) for name in names):
         return None

@@ -195,6 +195,8 @@ class ProgramPair:
                 field = self._make_field(_FEWEST, seed, kind=kind, elements=elements)
                 self.coverage.differences = before
                 self._compare_all(field)
+                # The first of these runs has no element put anywhere yet: it shows which differences are compared, for
+                # the next ones.
                 if number:
                     self._count(field)
                     self.levels = levels  # the elements have a residue for each prime of these draws
@@ -206,6 +208,7 @@ class ProgramPair:
                     elements.append(element)
         except (RedrawError, UnknownValueError, TooDeepError):
             return
+        # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
         except UndecidedError:
             raise
         except UnprovableError:  # as of a loop that does not end for inputs like these
