@@ -188,6 +188,7 @@ def _read_times(name: str, record: Record, run: dict[str, Record]) -> _Times:
         clock = "cpu"
     times = {}
     baseline = record["baseline"]
+    # The baseline has nothing beside it but the machine itself, whose speed the calibration loop shows.
     if name == baseline or baseline not in run:
         baseline = "calibration"
         times[name] = record["samples"][f"{clock}_us"]

@@ -415,6 +415,7 @@ def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float
         return np.inf, max(1, expected.size)
     errors = np.abs(array - expected)
     largest = np.abs(expected).max(initial=0)
+    # An expected result of zeros has no scale: 0 is right, and anything else infinitely far off.
     if largest:
         relative = errors / largest
     else:

@@ -162,6 +162,7 @@ def _check(work: Workload, mesh: Mesh) -> None:
         )
     counts = set()
     for x in jax.tree.leaves(work.batch):
+        # A scalar has no examples: 0 is refused below, with its count.
         if np.ndim(x):
             counts.add(np.shape(x)[0])
         else:

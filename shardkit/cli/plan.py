@@ -100,6 +100,7 @@ def plan(options: Options) -> int:
     candidates = search.candidates[: options.rows]
     print(planner.table(candidates), search.reason, sep="\n\n")
 
+    # Without --compile the prediction decides; below, the compiler has the last word.
     chosen: Candidate | None = candidates[0]
     to_compile = candidates[: options.compile]
     reports = []

@@ -56,6 +56,7 @@ def prove(options: Options) -> int:
         write_json(options.json, "prove", [], differs=list(error.differs))
         return 1
     except Exception as error:
+        # It returns if the error is shardkit's or jax's own, which is raised on.
         refuse_users_error("prove", f"the functions of {options.make}", error)
         raise
     print(result)

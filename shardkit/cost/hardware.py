@@ -118,6 +118,7 @@ def chip_of(device_kind: str | None) -> Chip | None:
     kind = str(device_kind or "")
     if kind in _KINDS:
         return chips[_KINDS[kind]]
+    # Whole words: "GH200" contains "h200", and is another chip.
     words = re.split(r"[ -]", kind.lower())
     if "pcie" in words or "nvl" in words:
         return None

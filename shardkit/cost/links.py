@@ -81,6 +81,7 @@ class Links(NamedTuple):
             return self.link
         if len(set(links)) == 1:
             return links[0]
+        # A collective over several axes goes over all their links, and is as slow as the worst of them.
         slowest = min(links, key=lambda link: link.bandwidth)
         return slowest._replace(latency=max(link.latency for link in links))
 

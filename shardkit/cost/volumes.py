@@ -146,6 +146,7 @@ def context_volume(
     q = token_bytes * hidden
     kv = 2 * token_bytes * kv_hidden
     if method == "ring":
+        # n hops and not n-1, because a gradient must come home to the device that has the keys.
         kv_gradients = ways * kv * gradient_bytes / value_bytes
         return Volume((ways - 1) * kv, (ways - 1) * kv + kv_gradients)
     if method == "all_gather":

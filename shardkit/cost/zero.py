@@ -168,6 +168,7 @@ def zero_volume(
     parameters, parameter_bytes, gradient_bytes = checks.at_least_zero(
         where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes
     )
+    # (n-1)/n, for a gather too: its operand is a piece, and `share` is of the whole array.
     share = sent_share("reduce_scatter", ways)
     reduction = share * parameters * gradient_bytes
     gather = share * parameters * parameter_bytes

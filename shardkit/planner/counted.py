@@ -276,9 +276,11 @@ def _count_state(model: Counted, plan: Plan, data: int) -> float:
         parameter = math.prod(local_shape(leaf.shape, layout.rest, mesh))
         update = math.prod(local_shape(leaf.shape, layout.update, mesh))
         gradient = math.prod(local_shape(leaf.shape, layout.grad, mesh))
+        # In float32: the parameter, two moments of Adam, and the gradient.
         state += 4 * parameter + 8 * update + 4 * gradient
         if layout.lazy:
             state += 2 * copy * size / model.layers  # two layers, one of which is gathered beside the other's compute
+        # A copy in another dtype, or a gathered one. Without either, the loss reads the parameter itself.
         elif copy < 4 or parameter < size:
             state += copy * size
     return state

@@ -135,7 +135,6 @@ def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequen
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     _check_kinds(model, layout)
     check_sizes(model)
-    # All fields are whole numbers but remat, which is a word.
     names = [name for name in layout._fields if name != "remat"]
     sizes = {name: getattr(layout, name) for name in names}
     *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)

@@ -105,6 +105,7 @@ def find_peak(share: Share, chip: cost.Chip) -> Bytes:
     saved += habits.attention_mask * sizes.scores
     gradients = _F32 * layer_parts
 
+    # With several microbatches the head is gathered once for all, and counted in `always`.
     gathered_head = 0 if is_accumulated else _BF16 * sizes.table
     head = Bytes(always + gathered_head, saved + (_F32 + _BF16) * sizes.logits)
     layer = Bytes(always + gradients, saved).plus(_wait_for_head(sizes)).plus(_run_backward(share, sizes, habits))

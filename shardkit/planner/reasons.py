@@ -101,6 +101,7 @@ def _list_faster(best: Candidate, judge: Judge) -> Iterator[str]:
             neighbour = judge(layout)
         except ValueError:  # it does not divide
             continue
+        # A gain of less than half a percent is none: the estimate is less exact than that.
         if neighbour.seconds >= 0.995 * best.seconds:
             continue
         memory = _format_memory(neighbour)
@@ -129,6 +130,7 @@ def _list_usual(layout: Layout, judge: Judge) -> Iterator[tuple[str, Candidate |
         "fsdp, 4 stages, tensor 8": Layout(fsdp=chips // 32, tensor=8, stage=4),
     }
     for name, usual_layout in usual.items():
+        # Where the chips do not divide by 8, 32 or 64, `//` has rounded: that is a layout of fewer chips.
         if usual_layout.chips == chips:
             yield name, _judge_usual(usual_layout, judge)
 
@@ -146,6 +148,7 @@ def _judge_usual(layout: Layout, judge: Judge) -> Candidate | str:
             try:
                 candidates.append(judge(variant))
             except ValueError as error:
+                # The rule alone, without values and remedy: it stands in a line beside bars.
                 refusal = str(error).removeprefix("planner: ").partition(";")[0]
     if not candidates:
         return refusal

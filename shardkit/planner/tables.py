@@ -38,6 +38,7 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
             f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass one for each, or "
             "none."
         )
+    # Of all rows together, so that they have the same columns.
     columns = list_columns([candidate.layout for candidate in candidates])
     rows = [[*columns, *_FIGURES]]
     for candidate in candidates:
@@ -74,6 +75,7 @@ def format_gigabytes(size: float) -> str:
 
 
 def _format_milliseconds(seconds: float) -> str:
+    # With one decimal, a time below 0.1 ms would be shown as 0.0, as if nothing were sent.
     if 0 < seconds < 1e-4:
         return f"{1e3 * seconds:.2g}"
     return f"{1e3 * seconds:.1f}"

@@ -125,6 +125,7 @@ def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp:
     if op == "sum":
         blocks = [_count_bools(block, xp) for block in blocks]
     combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
+    # accumulate gives the running results: of blocks 1, 2, 3 and a sum these are 1, 3, 6.
     results = list(itertools.accumulate(blocks, combine))
     if not exclusive:
         return results

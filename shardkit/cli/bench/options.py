@@ -38,6 +38,7 @@ def check_output(where: str, output: Output) -> None:
     for file in (output.json, output.csv):
         if file is None or str(file) == "-":
             continue
+        # Opening it is the only sure test. A file that was not there is removed again, as if nothing had happened.
         is_new = not file.exists()
         with open_output(file, append=True):
             pass

@@ -89,6 +89,7 @@ def strategies(options: Options) -> int:
     if options.quick:
         compiler_options = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
         if not only:
+            # Not all of the quick cases fit every mesh or model, and a name in `only` that does not fit is refused.
             fitting = cases_of(work, mesh)
             only = tuple(name for name in _QUICK_CASES if name in fitting)
     records = bench.strategies(

@@ -296,6 +296,7 @@ class Checkpoints:
     def _delete_old(self) -> None:
         """Deletes all steps but the newest and the best; a step that is damaged neither counts nor is deleted."""
         runs = read_runs(self._directory)
+        # Of steps that can be read: a damaged one in the list would push out one that can be restored.
         newest = sorted(runs)[-self._keep :]
         best = self._rank(runs)[: self._keep_best]
         for step in runs:
@@ -311,6 +312,7 @@ class Checkpoints:
             score = run.metrics.get(self._best, math.nan)
             if not math.isnan(score):
                 scores[step] = -score if self._higher_is_better else score
+        # Scores are losses by now, the smallest the best, and -step puts the newer of two equal ones first.
         return sorted(scores, key=lambda step: (scores[step], -step))
 
     @contextmanager
@@ -340,6 +342,7 @@ def _read_intact(read: Callable[[int | None], T], step: int | None, damaged: str
         except DamagedError as error:
             if damaged == "stop" or error.older is None:
                 raise
+            # The next round may find this one damaged too; each goes to an older step, so that the loop ends.
             step = error.older
             warnings.warn(f"{error.found} Step {step} is taken instead.", RuntimeWarning, stacklevel=4)
 

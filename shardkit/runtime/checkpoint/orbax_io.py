@@ -101,6 +101,7 @@ def to_file_names(arrays: Mapping[str, Any]) -> dict[str, Any]:
     by_file_name = {}
     for path, x in arrays.items():
         if x.size:
+            # A slash in a path would be read as a folder.
             by_file_name[quote(path, safe="")] = x
     return by_file_name
 

@@ -33,6 +33,7 @@ _MOVED = 2**26  # bytes of leaves that a restore moves at once
 
 def flatten_state(where: str, state: Any) -> Leaves:
     """The leaves of a state by path, each as stored on the devices; refuses what a checkpoint cannot hold."""
+    # A padded leaf is a tree of its own; here it is one leaf, by the path that it has without padding too.
     leaves = by_path(where, jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded))
     for path, x in leaves.items():
         sharding = getattr(stored_array(x), "sharding", None)
@@ -180,6 +181,7 @@ def _spread_sum(residuals: jax.Array, rows: int) -> jax.Array:
 
     For example [[2], [4]] of two devices as three rows: [[2], [2], [2]].
     """
+    # Each device adds its row to its gradient before it sends that, so that only the sum of the rows counts.
     mean = residuals.sum(axis=0, keepdims=True) / rows
     return jnp.broadcast_to(mean, (rows, *residuals.shape[1:]))
 

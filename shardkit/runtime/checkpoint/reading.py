@@ -64,6 +64,7 @@ def newest_step(directory: Path) -> int | None:
     newest = max(list_steps(directory), default=None)
     if jax.process_count() == 1:
         return newest
+    # A broadcast is of arrays, which have no None. No step is negative.
     number = -1 if newest is None else newest
     agreed = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return None if agreed < 0 else agreed
@@ -267,6 +268,7 @@ class _Part:
 
 def _cut_range(first: int, stop: int, size: int) -> list[slice]:
     """A range cut at multiples of `size`, so that no chunk of the files is read twice: 3 to 10 by 4 at 4 and 8."""
+    # The first multiple above `first`: of 3 and 4 it is 4, of 4 and 4 it is 8.
     cuts = [first, *range(first // size * size + size, stop, size), stop]
     return [slice(*pair) for pair in itertools.pairwise(cuts)]
 
@@ -275,5 +277,6 @@ def _allocate(shape: list[int], dtype: Any) -> np.ndarray:
     """An array that jax on CPU takes as it is."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + _ALIGNED, np.uint8)
+    # How far the next multiple of 64 is: from address 100 it is 28, up to 128.
     skip = -memory.ctypes.data % _ALIGNED
     return memory[skip : skip + nbytes].view(dtype).reshape(shape)

@@ -98,6 +98,7 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
         record = json.loads(read_file(path / RECORD, _LARGEST, links=False))["custom_metadata"]
         document = record["shardkit"]
         version = document["format"]
+        # Not isinstance: a bool is an int too, and True is no version.
         is_newer = type(version) is int and version > FORMAT
         if version in (1, FORMAT):  # 1 has the same fields
             is_intact = record["crc32"] == crc_of(document) and _is_complete(document)
@@ -197,6 +198,7 @@ def _check_paths(where: str, stored: Records, wanted: Records) -> None:
         differences.append(f"lacks {list_some(missing)}")
     if unexpected:
         differences.append(f"has {list_some(unexpected)} that this state lacks")
+    # If only optimizer leaves differ, another optimizer was chosen, and the parameters fit all the same.
     remedy = ""
     if all(path.startswith("opt_state.") for path in missing + unexpected):
         remedy = ", or load the parameters alone with load_params"

@@ -84,6 +84,7 @@ def health_check(*, processes: int | None = None, devices: int | None = None) ->
     _check_processes(process_count, processes)
     _check_devices(device_count, local_count, devices)
     total = _sum_over_devices(device_count)
+    # Numbers up to n, so that a device that is missing, or counted twice, changes the sum.
     expected = device_count * (device_count + 1) / 2
     if total != expected:
         raise RuntimeError(

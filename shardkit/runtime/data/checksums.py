@@ -60,6 +60,7 @@ def start_checksums(arrays: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
 
     Cost: one pass over the first copy of each array, and a psum of 4 bytes per array.
     """
+    # One program for each mesh, because a program runs on the devices of one.
     by_mesh: dict[Mesh, dict[str, Any]] = {}
     for path, x in arrays.items():
         by_mesh.setdefault(x.sharding.mesh, {})[path] = x
@@ -69,6 +70,7 @@ def start_checksums(arrays: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
         results: dict[str, int] = {}
         for paths, sums in running:
             results.update(zip(paths, np.asarray(sums).tolist(), strict=True))
+        # In the order of the arrays, and not that of the programs.
         return {path: results[path] for path in arrays}
 
     return wait

@@ -157,6 +157,7 @@ def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
     vectors, structure = jax.tree.flatten(tree)
     message = jnp.concatenate(vary(vectors, axes))
     messages = all_gather(message[None], axes, replicated=True)
+    # `split` wants the places between the vectors, so that the end of the last one is left out.
     ends = np.cumsum([x.size for x in vectors])[:-1]
     return jax.tree.unflatten(structure, jnp.split(messages, ends, axis=1))
 
