@@ -226,6 +226,7 @@ def table(build: Callable[[Op, int], SendTable], *, name: str = "own") -> Algori
         >>> print(plan.strategies[0].gather)
         table(bruck)
     """
+    # A step calls it for each leaf.
     build_once = cache(build)
 
     def make_kernel(kind: Op) -> Callable[..., Any]:
@@ -419,6 +420,7 @@ def compressed(
 
     return Algorithm(
         name,
+        # What a gather leaves out of a weight is no part of a sum, to which the next step could add it.
         all_gather=None if feedback else partial(quantized.all_gather, **options),
         reduce_scatter=reduce_scatter,
         all_reduce=all_reduce,

@@ -74,6 +74,7 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
     if axes == ():
         return tree
     tracked = compat.tracked_axes()
+    # An axis of vmap has no type to cast to.
     names = [name for name in bound("vary", axes) if name in tracked]
 
     def cast_leaf(leaf: Any) -> jax.Array:

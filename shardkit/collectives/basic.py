@@ -139,6 +139,7 @@ def reduce_array(x: jax.Array, names: _Names, *, op: str = "sum") -> jax.Array:
 def _reduce_booleans(x: jax.Array, names: _Names, op: str) -> jax.Array:
     if x.dtype != bool:
         raise TypeError(f"all_reduce: op {op!r} needs booleans; got {x.dtype}. Compare first, as in x != 0.")
+    # One byte for each boolean; a sum would send four.
     return lax.pmax(x, names) if op == "any" else lax.pmin(x, names)
 
 

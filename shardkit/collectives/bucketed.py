@@ -99,6 +99,8 @@ def _assign_buckets(leaves: list[jax.Array], most_bytes: int) -> Iterator[list[i
     """
     indices_by_kind: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
+        # A bucket varies over the axes of all its leaves. Beside a leaf that varies over more axes, a complete one
+        # would come out as if it were a partial sum over them.
         kind = (leaf.dtype, compat.varying_axes(leaf))
         indices_by_kind.setdefault(kind, []).append(index)
     for indices in indices_by_kind.values():

@@ -297,6 +297,8 @@ def all_reduce(
 
 def _gather_quantized(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
     """The float32 arrays [...] of all devices as [n, ...], each decoded from its message, this device's own too."""
+    # Encoded before the gather and decoded after it: each device sends its shard in the small dtype once, and it is
+    # rounded once, not at each hop.
     messages = basic.all_gather(encode(x[None], dtype, block), names, replicated=replicated)
     return decode(messages, x.shape, dtype, block)
 
@@ -310,6 +312,7 @@ def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple
     messages = encode(x, dtype, block)
     arrivals = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
     total = jnp.sum(decode(arrivals, x.shape[1:], dtype, block), axis=0)
+    # Decoded from the message, as the receiver does: the residual is what is missing there, in every bit.
     return total, x - decode(messages, x.shape[1:], dtype, block)
 
 
@@ -362,6 +365,7 @@ def _straight_through(
     residual: jax.Array | None,
 ) -> _Pair:
     """`compress` of x + residual in float32, in the dtype of x; its derivative is the derivative of `exact`."""
+    # Without an element a block has no largest one, from which its scale follows.
     if not x.size:
         return exact(x), residual
     wide = x.astype(jnp.float32)

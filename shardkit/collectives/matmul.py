@@ -301,6 +301,8 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, imp
             added.append(_add_to_arrival(arrival, multiply(k, direction)))
         return added
 
+    # Of four devices, device 0 begins the sum of device 3's rows. It goes up through 1 and 2, which add theirs, and
+    # device 3 adds the last term.
     first_sums = [multiply(0, direction).astype(h.dtype) for direction in directions]
     sums = lax.fori_loop(1, n, hop, first_sums)
     return save_as_dot(jnp.concatenate(sums, token_dim))

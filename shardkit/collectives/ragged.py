@@ -62,6 +62,7 @@ def ragged_all_to_all(
     # others would take the holes for rows; rows without a place would be written over other rows, or beyond the array.
     invalid = _are_invalid(counts, x.shape[0], rows, limit)
     counts = jnp.where(invalid, jnp.zeros_like(counts), counts)
+    # Row i of the counts is what device i sends, column j what device j receives.
     sent = counts[me]
     received = counts[:, me]
     starts = _sum_before(sent)  # of the rows for each device, in x

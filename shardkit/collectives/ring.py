@@ -145,6 +145,7 @@ def all_reduce(
 
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         leaf = vary(as_numbers(leaf), names)
+        # Flat, so that any array splits into n parts, also where none of its dims divides.
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
         kernel = _replicated_all_reduce if replicated and varies(leaf, names) else _all_reduce
         total = kernel(flat, names, op, bidirectional)
@@ -188,6 +189,7 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
     else:
         _, out_nd = lax.fori_loop(0, n - 1, hop, (x, out_nd))
     shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+    # From [n, ..., rows, ...] to [..., n rows, ...], in the order of the devices.
     return jnp.moveaxis(out_nd, 0, dim).reshape(shape)
 
 
@@ -206,6 +208,7 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
     def part_for(device: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(x, device % n * size, size, dim)
 
+    # Of two devices, above and below are the same neighbor.
     if not bidirectional or n < 3:
         hops = n - 1
 

@@ -64,6 +64,7 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
     def scan_leaf(leaf: jax.Array) -> jax.Array:
         total = vary(as_numbers(leaf) if op == "sum" else leaf, names)
         if exclusive:
+            # Device 0 would receive zeros from a shift without wrap, and they are larger than a max of negative values.
             neutral = vary(jnp.full_like(total, _neutral_value(op, total.dtype)), names)
             if count == 1:
                 total = neutral

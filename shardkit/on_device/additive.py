@@ -114,6 +114,7 @@ def _not_additive(total: State, weight: State) -> Met | None:
 
 def _growth(state: Any) -> float:
     """By what factor a total or a weight grows with the number of examples, as 1 of a mean and 2 of a sum."""
+    # For 2n examples a Total is `scale` times the sum of two halves, each about as large as the total of n.
     return 2 * state.scale if isinstance(state, Total) else state.scale
 
 
@@ -291,6 +292,8 @@ class _LossReader:
             results = self._run_inner(pair, [*constants, *carry, *slices])
             return _join_all(pair, carry, results[: len(carry)])  # the results after the carry are stacked
 
+        # One turn may change what a carry is: zeros, to which each turn adds a row of examples, are whole before and a
+        # sum after.
         settled_carry = find_fixed_point(carry, turn)
         if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
             for number, state in enumerate(settled_carry):

@@ -99,6 +99,7 @@ def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: flo
         alone = isinstance(other, Whole) and partner not in other.differs
         if not paired and not alone:
             return None
+        # A contraction over the examples is a sum over them, as of a weight's gradient `x.T @ dy`.
         if dims is contract:
             return Total(scale)
         return _shared_rows(rows, batch, scale)
@@ -138,6 +139,7 @@ def sort(pair: Pair, operands: list[State]) -> State:
     rows = select(operands, Rows)
     if not rows or rows[0].dim == pair.many.params["dimension"]:
         return pair.met("sort orders the examples")
+    # Several operands are sorted together, by the first: they must belong to the same examples, as in a sum.
     return elementwise(pair, operands)
 
 

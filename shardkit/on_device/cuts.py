@@ -140,6 +140,7 @@ def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
     if varying_axes(grad) >= set(cut.axes):
         steps = [cut.axes]  # a partial sum over all axes: one reduce_scatter
     else:
+        # Complete over some axes and partial over others: one axis after the other, each by its own way.
         steps = [(axis,) for axis in cut.axes]
     for axes in steps:
         shape = part_shape(grad, axes, dim)

@@ -75,6 +75,7 @@ def is_zero(state: State) -> bool:
 def elementwise(pair: Pair, operands: list[State]) -> State:
     """An elementwise operation: of rows and whole values, or of sums over the examples."""
     name = pair.name
+    # A condition that is known to be False chooses the first case.
     if name == "select_n" and is_zero(operands[0]):
         return operands[1]
     if select(operands, Total):
@@ -144,6 +145,8 @@ def _add_totals(pair: Pair, states: Sequence[State]) -> State:
         return pair.met("a mean over the examples is added to a sum over them")
     scale = scales.pop()
     for state in states:
+        # Twice as many examples make a Total 2 * scale times as large, and the constant must grow alike: `sum(x) + n`
+        # may stand, `sum(x) + 1` may not.
         if isinstance(state, Whole) and not state.zero and state.scale != 2 * scale:
             return pair.met("a value that does not depend on the examples is added to a sum over them")
     return Total(scale)

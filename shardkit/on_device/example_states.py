@@ -115,6 +115,7 @@ def join(pair: Pair, a: State, b: State) -> State:
         scale = a.scale if a.scale == b.scale else UNKNOWN
         return Whole(a.differs | b.differs, scale, a.zero and b.zero)
     for first, second in ((a, b), (b, a)):
+        # The zeros with which a loop begins to sum are a sum over no example yet.
         if isinstance(first, Whole) and isinstance(second, Total) and first.zero:
             return second
         if isinstance(first, Whole) and isinstance(second, Rows) and fits_beside(first, second):

@@ -54,6 +54,8 @@ def attach_residuals(grads: Any, residuals: Any, divisor: jax.Array) -> list[Par
     gradients = []
     for (path, grad), residual in zip(leaves, stored, strict=True):
         if residual is not None:
+            # In the state `[R, ...]`, here the one row of this device. It has the unit of the final gradient, and the
+            # gradient to which it is added is not divided yet.
             residual = stored_array(residual)[0] * divisor
         gradients.append(PartialGradient(grad, path_name(path), residual))
     return gradients

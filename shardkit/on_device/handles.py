@@ -142,6 +142,7 @@ def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any
             part = next(saved)
         else:
             primary = node.part if node.whole is None else node.whole
+            # Cast first: the secondary part is sent, and then kept, in the compute dtype.
             part = gather_cuts(cast_floating(primary, node.compute), first, ())
         secondary_parts.append(part)
         nodes[number] = replace(node, part=part, whole=None, gathers=later, scatters=())
@@ -324,6 +325,7 @@ def reduce_to_part(node: Any, grad: jax.Array) -> jax.Array:
     """From the gradient of a weight, the gradient of its lazy leaf's part, or of the array that it is."""
     if not is_handle(node):
         return grad.astype(node.dtype)
+    # The gathered cuts first, as fsdp is major to zero on a dim: what is left for the second scatter is 1/n as large.
     grad = scatter_cuts(grad, node.gathers, node.reduce)
     grad = scatter_cuts(grad, node.scatters, node.reduce)
     return grad.astype(node.part.dtype)

@@ -124,6 +124,7 @@ def _is_metric(x: Any) -> bool:
 
 def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
     """A scalar or a Mean as a Mean of arrays; only with `shaped` may total and weight have dims."""
+    # A scalar counts as the mean of equally many examples on every device: weight 1 for each of them.
     pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
     for number in pair:
         if not is_real(dtype_of(number)) or (jnp.shape(number) and not shaped):

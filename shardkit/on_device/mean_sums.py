@@ -68,6 +68,7 @@ def _sum_together(means: Sequence[Mean], axes: tuple[str, ...]) -> list[Mean]:
     for mean in means:
         values.append(vary(mean.total.astype(jnp.float32), axes))
         values.append(vary(mean.weight.astype(jnp.float32), axes))
+    # One vector, so that all means share one message: its time is latency, not bytes.
     flat, restore = ravel_pytree(values)
     with jax.named_scope(TOTALS):
         if axes:

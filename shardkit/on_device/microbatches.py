@@ -58,12 +58,14 @@ class Microbatches:
     ) -> Any:
         """The Means and gradients of this device's examples."""
         of_leaves, leaves = split_leaves(of_examples, batch, keys, self.parts)
+        # Traced before the scan, because the warning reads the program of one microbatch.
         traced = TracedOnce(of_leaves, take_microbatch(leaves, 0))
         _warn_of_mixing(traced.jaxpr, self.parts, example_axes(placement.batch))
 
         def add_microbatch(total: Any, leaves: Leaves) -> tuple[Any, None]:
             return add_terms(total, traced(leaves)), None
 
+        # Zeros that vary as the terms do: a scan refuses a carry that varies only after its first turn.
         zeros = jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), on_this_mesh(traced.shapes))
         total, _ = lax.scan(add_microbatch, zeros, leaves)
         return total

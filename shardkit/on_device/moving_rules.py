@@ -67,6 +67,8 @@ def reshape(pair: Pair, rows: Rows) -> State:
     """
     elements_before = math.prod(pair.shape(0)[: rows.dim])
     blocks = elements_before * rows.copies  # how often all examples follow each other in the flat array
+    # For `[2, B, D]` to `[2 * B, D]` with the examples along dim 1: `blocks` is 2, dim 0 of the result has 2 B rows, so
+    # it has two whole blocks of examples, and `copies` becomes 2.
     outer = 1
     for dim, size in enumerate(pair.out):
         has_whole_blocks = outer * size % (blocks * pair.examples) == 0 and blocks % outer == 0
@@ -197,6 +199,7 @@ def stack(pair: Pair, operands: list[State]) -> State:
         joined = join(pair, joined, state)
     if not isinstance(joined, Rows):
         return joined
+    # A new dim before the examples moves them by one.
     dim = joined.dim + 1 if axis <= joined.dim else joined.dim
     return Rows(dim, joined.copies, joined.scale)
 

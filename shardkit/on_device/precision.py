@@ -145,4 +145,5 @@ def _is_power_of_two(x: Any) -> bool:
     if not 1 / _LARGEST_SCALE <= x <= _LARGEST_SCALE:
         return False
     mantissa, _ = math.frexp(x)
+    # frexp takes 1024 apart into 0.5 * 2**11: a power of two has the mantissa 0.5.
     return mantissa == 0.5

@@ -84,6 +84,7 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
             return None
         grad_spec, summed_axes = first
         unreduced = (batch_axes | set(layout.varies)) - all_axes(grad_spec) - summed_axes
+        # In the order of the mesh: the rows stand as the devices do.
         axes = tuple(axis for axis in mesh.axis_names if axis in unreduced)
         rows = math.prod(mesh.shape[axis] for axis in axes)
         shape = (rows, *x.shape)

@@ -170,6 +170,7 @@ def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> Parti
     grad = gradient.grad
     cuts = count_from_end(layout.cuts(scatter=("step",)), grad.ndim)
     if cuts and _scatters_by_layer(grad, cuts, dtype):
+        # A message for each layer, so that only one layer is copied to the wider dtype at a time.
         return gradient._replace(grad=lax.map(lambda layer: scatter_cuts(layer, cuts, dtype), grad))
     return gradient._replace(grad=scatter_cuts(grad, cuts, dtype))
 
@@ -194,6 +195,8 @@ def _sum_by_algorithms(
         for axes, algorithm in layout.sums:
             axes = tuple(axis for axis in axes if axis in unreduced)
             if axes:
+                # With the type in the key: concatenated with a leaf that varies over more axes, a complete one would be
+                # summed there too.
                 groups.setdefault((axes, algorithm, unreduced), []).append(number)
 
     def has_feedback(group: Any) -> bool:

@@ -48,6 +48,7 @@ def frozen_leaves(noted: list[Any], structure: Any) -> list[bool]:
     Raises:
         ValueError: a GradFn with frozen leaves was passed another tree than the parameters of the step.
     """
+    # Frozen until some GradFn trains it. A GradFn of the user's own notes nothing, and then all leaves are trained.
     frozen = [bool(noted)] * structure.num_leaves
     for flags in noted:
         tree: Any = jax.tree.structure(flags)

@@ -71,6 +71,7 @@ def _compare_with_zero(pair: Pair, wholes: list[Whole]) -> list[Whole]:
 
 
 def _select(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    # `select_n(False, a, b)` is a.
     if wholes[0].zero:
         return [wholes[1]]
     return _combine(pair, wholes)
@@ -170,6 +171,7 @@ def _change_one_dim(pair: Pair, wholes: list[Whole]) -> list[Whole]:
     differs = frozenset[int]().union(*(state.differs for state in wholes))
     changed = set()
     for dim in range(len(pair.out)):
+        # Slices, since the result may have more dims than the operand.
         if pair.shape(0)[dim : dim + 1] != pair.out[dim : dim + 1]:
             changed.add(dim)
     along = params.get("dimension", params.get("axis"))

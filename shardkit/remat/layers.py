@@ -86,6 +86,8 @@ def gathered(
         leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
         is_weight = Mask([is_handle(leaf) for leaf in leaves])
         if keep or not any(is_weight.flags):
+            # Opened outside of the checkpoint: the gathered weights are its arguments, which jax saves under any
+            # policy.
             args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
             return _checkpoint(layer_fn, policy)(*args, **kwargs)
 
@@ -182,6 +184,7 @@ def scan_layers(
     plain = microbatches == 1 and not has_handles
     options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
     layer: Callable[..., Any] = partial(regather_layer, layer_fn, **options)
+    # No custom derivative here: nothing is gathered, so there is nothing to gather again.
     if plain:
         layer = _checkpoint(layer_fn, policy)  # a scan as jax has it: no policy means jax's own choice
 
@@ -189,12 +192,14 @@ def scan_layers(
         return layer(weights, x), None
 
     if microbatches > 1:
+        # Split once, around the whole stack: each layer then runs all microbatches between one gather and one scatter.
         x = split_microbatches(x, microbatches)
     if prefetch and not plain:
         x = regather_stack(layer_fn, stacked, x, layers=layers, **options)
     else:
         x, _ = jax.lax.scan(run_layer, x, stacked)
     if microbatches > 1:
+        # From [microbatches, examples, ...] back to one dim of all examples.
         x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
     return x
 
@@ -238,9 +243,12 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
         weights = open_handles(weights)
         before = jax.tree.leaves(weights)
         y = layer_fn(weights, x)
+        # Collected beside the result: `eval_shape` returns shapes, from which a change cannot be read.
         changes.extend(_find_changes(weights, before))
         return y
 
+    # Handles are nodes of the tree, so this takes layer 0 of their parts. Their cuts count dims from the end, and stay
+    # right.
     first = jax.tree.map(lambda leaf: leaf[0], stacked)
     try:
         after = eval_shape(run_layer, first, x)

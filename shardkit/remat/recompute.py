@@ -177,6 +177,8 @@ class LayerPasses:
         _, pullback = self._forward.out
         residuals, self._pullback_tree = jax.tree.flatten(pullback)
         jaxpr, from_activations = find_independent(self._forward.jaxpr, len(weights) + len(shared), len(residuals))
+        # In the worked example above the residuals x, the cast of w and w have the flags True, False, False: x alone is
+        # saved.
         self._saved = Mask(from_activations)
         # Computes the values that follow from weights alone: the backward pass does it once for all microbatches.
         self._rebuild = partial(jax.core.eval_jaxpr, jaxpr, self._forward.constants)
@@ -213,6 +215,7 @@ class LayerPasses:
             return add_terms(sums, grads), dx
 
         first = jax.tree.map(lambda leaf: leaf[0], (residuals, dy))
+        # The sums must vary over the axes of the terms before the first is added, and only a trace tells these axes.
         shapes, _ = eval_shape(run_microbatch, *first)
         zeros = [wide_zeros(x) for x in shapes]
         return jax.lax.scan(accumulate, zeros, (residuals, dy))
@@ -224,9 +227,11 @@ def _trace_with_pullback(layer: Traced, policy: Any, examples: Sequence[Leaves],
     weights_end = len(weights)
     shared_end = weights_end + len(shared)
     differentiated = Mask([*wanted.weights, *wanted.shared, *wanted.x])
+    # Integers among the activations, such as keys or counts, go around the derivative as auxiliary values.
     out = Mask([is_differentiable(y) for y in jax.tree.leaves(layer.out)])
 
     def run_with_pullback(*leaves: Any) -> Any:
+        # jax.vjp differentiates floating-point leaves alone: keys and integers are constants to it.
         chosen, constants = differentiated.split(leaves)
 
         def run(chosen: Leaves) -> Any:

@@ -74,6 +74,7 @@ class _RegatheredLayers:
         def take_microbatch(x: Any) -> Any:
             return row(x, 0) if microbatches > 1 else x
 
+        # Shapes alone: a gather that stood here would be sent in addition to those of the two passes.
         gathered = eval_shape(sweep.gather, weights)
         microbatch = eval_shape(take_microbatch, x)
         self._sweep = sweep
@@ -154,6 +155,7 @@ class _RegatheredLayers:
         flags = list(compress(asked, self._differentiable))
         run = partial(self._sweep.backward, self._passes, self._wanted)
         grads = iter(run_for_results(run, flags, weights, shared, residuals, cotangents))
+        # To jax None is a gradient of zeros.
         return ([next(grads) if flag else None for flag in asked],)
 
 
@@ -306,13 +308,17 @@ class _PrefetchedStack:
             previous = fetch(number - 1)
             return (previous, run_layer(number, weights, row(layer_residuals, number), carry)), None
 
+        # [layers, ...] of the parts: each round writes the row of its layer, so memory holds one whole gradient at a
+        # time.
         stack_grads = [typed_zeros(part) for part in parts(nodes)]
         shared_sums = [wide_zeros(leaf) for leaf in shared_nodes]
         carry = (dy, stack_grads, shared_sums)
         final = self.layers - 1
+        # Issued before the backward pass of the last layer, which hides it.
         previous = fetch(final - 1) if final else []
         carry = run_layer(final, residuals.weights, last_residuals, carry)
         if final:
+            # Layer 0 stands after the loop: behind it nothing is left to gather.
             numbers = jnp.arange(final - 1, 0, -1)
             (previous, carry), _ = jax.lax.scan(run_round, (previous, carry), numbers)
             carry = run_layer(0, previous, row(layer_residuals, 0), carry)

@@ -170,6 +170,8 @@ def make_train_step(
             f"make_train_step: nonfinite='stop' checks every step, but steps={steps} returns after {steps}. Pass "
             "nonfinite='skip', and check the metric 'finite'."
         )
+    # Before any layout is read: the GradFn of a pipeline says which layers a device has, and with several microbatches
+    # zero1 scatters a gradient at the end of the step instead of in its layer.
     plan = fit_plan(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)
     policy = precision_of(precision)
@@ -203,6 +205,7 @@ def make_train_step(
         run: Callable[..., Any] = for_plan
         if steps is not None:
             run = partial(_run_in_sequence, for_plan, steps)
+        # The state alone: the caller may use the batch again.
         donated = (0,) if donate else ()
         out = None
         if layouts is not None:
@@ -238,6 +241,7 @@ def _run_in_sequence(program: TrainProgram, steps: int, state: TrainState, key: 
             )
 
     def run_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        # All steps get the run's key: the program folds the number of the step into it.
         return program(state, key, batch)
 
     return jax.lax.scan(run_step, state, batches)

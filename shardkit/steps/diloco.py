@@ -200,6 +200,8 @@ class Diloco:
                 moved = []
                 for path, old in before.items():
                     new = after[path].reshape(old.shape)
+                    # Old minus new, as a gradient points: the outer optimizer subtracts it, and so goes where the
+                    # workers went.
                     moved.append(old.astype(jnp.float32) - new.astype(jnp.float32))
                 # The only bytes on the slow axis: a worker sends its movement once in many steps, instead of its
                 # gradients in each step, as data parallelism does. The sum stands before the outer optimizer, so that
@@ -261,6 +263,7 @@ class Diloco:
         specs = {}
         for path, spec in self._specs(params).items():
             first = spec_axes(spec)[0] if len(spec) else ()
+            # The slow axis is major: a worker's rows stay together, on its own devices.
             specs[path] = PartitionSpec((self.axis, *first), *spec[1:])
         return specs
 
@@ -283,6 +286,8 @@ class Diloco:
         for path, x in collect_arrays(worker.params).items():
             shards = []
             for shard in rows[path].addressable_shards:
+                # Of the rows of all workers those on this worker's devices. The buffers are taken as they are: nothing
+                # is copied.
                 if shard.device in x.sharding.device_set:
                     shards.append(shard.data if x.shape else shard.data[0])
             arrays[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)

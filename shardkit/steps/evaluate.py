@@ -78,6 +78,7 @@ class Evaluate:
 
     def _check_first(self, params: Any, batch: Any, carried: Any) -> None:
         """Warns at the first call with numbers of a loss or metrics in which examples meet."""
+        # Inside another jit there are no numbers to compare yet.
         if self._is_first and not compat.is_tracing():
             self._is_first = False
             warn_of_metrics("evaluate", self._find_mixed(params, batch, carried), stacklevel=4)

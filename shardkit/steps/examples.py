@@ -235,6 +235,8 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
         if jnp.ndim(x) > dim:
             lengths.add(jnp.shape(x)[dim])
     state_shapes = jax.tree.map(_shape, (params, examples.carried))
+    # Dim 0 of each result counts the devices: as terms of the sums they stay apart, and no collective of the step hides
+    # what the loss itself sends.
     every_device = PartitionSpec(examples.manual)
 
     def trace(times: int) -> tuple[Any, Any]:
@@ -271,6 +273,8 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
     number_of_state = len(jax.tree.leaves(state_shapes))
     states: list[State] = []
     for number, variable in enumerate(many.jaxpr.invars):
+        # In the order of the arguments: parameters and carried state, which are whole, then batch and keys, with rows
+        # along this dim. A leaf that lacks the dim, as the keys where tokens are read, is whole.
         of_examples = number >= number_of_state and variable.aval.ndim > dim
         states.append(Rows(dim) if of_examples else any_whole(variable))
     names = []

@@ -53,6 +53,7 @@ class FirstCall:
         Raises:
             WrongProgramError: either; names the line of the loss.
         """
+        # The rules first: they read the trace alone, and compile nothing.
         check_rules(traced, args)
         expected = None
         if not self.mixed and not compat.is_tracing():
@@ -120,6 +121,7 @@ class FirstCall:
         if set(program.manual) != set(program.mesh.axis_names):
             program = replace(program, plan=record_automatic_splits(program.plan, state.params, program.manual))
         if self.steps is not None:
+            # The batches of all steps are stacked along dim 0: this is the first one.
             batch = jax.tree.map(lambda x: x[0], batch)
         return program, state, key, batch
 

@@ -72,6 +72,7 @@ class _LayerReader(FactInterpreter[_Knowledge]):
 
     def cond(self, equation: Any, branches: list[Any], operands: list[_Knowledge]) -> Sequence[_Knowledge]:
         index, *arguments = operands
+        # A branch that is chosen by one layer's number treats that layer unlike the others.
         if index.layers is not None:
             raise _MattersError
         return self.join_branches(equation, branches, arguments)
@@ -177,6 +178,7 @@ def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
     elements_before = math.prod(before[: value.layers])
     size = before[value.layers]
     for dim in range(len(after)):
+        # Of 4 layers, [4, 8, 6] as [4, 48] keeps them in dim 0. As [32, 6] no dim counts layers, and the order matters.
         same_place = math.prod(after[:dim]) == elements_before and after[dim] == size
         if same_place and equation.params.get("dimensions") is None:
             return _Knowledge(dim, _unit_dims(out.aval) - {dim})

@@ -60,6 +60,7 @@ def wrap_optimizer(optimizer: Any) -> Any:
 
     @wraps(optimizer.update)
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        # optax passes extra arguments on to every part of a chain, but a plain GradientTransformation takes none.
         if not takes_value:
             extra = {}
         updates, new = call_noted(optimizer.update, grads, state, params, **extra)
@@ -127,6 +128,8 @@ def apply_optimizer(
         updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
     updates, inner = optimizer.update(grads, opt_state.inner, opt_state.copy, value=value)
+    # Added to the copy: in bfloat16, with 8 bits, an update below 1/512 of a parameter would be rounded away, in every
+    # step.
     copy = optax.apply_updates(opt_state.copy, updates)
     return cast_floating(copy, policy.param), Master(copy, inner)
 
@@ -184,6 +187,7 @@ def update_state(
     params, opt_state = if_finite(metrics, new, old)
     params = _keep_frozen(params, old_params, frozen)
     if policy.master is not None:
+        # The next step makes the parameters from the copy, which must stand still too.
         opt_state = opt_state._replace(copy=_keep_frozen(opt_state.copy, old_opt_state.copy, frozen))
     loss_scale = state.loss_scale
     if loss_scale is not None and "finite" in metrics:

@@ -46,6 +46,7 @@ def make_state_check(plan: Plan, mesh: Mesh) -> Callable[[Any], None]:
                 f"step: the first argument must be the TrainState that init or the last step returned; got "
                 f"{type(state).__name__}. Call step(state, batch), with state = init(params, key)."
             )
+        # Inside another jit the leaves have no layouts yet.
         if isinstance(state.step, jax.core.Tracer):
             return
         layouts = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(state))

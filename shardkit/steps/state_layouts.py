@@ -31,6 +31,7 @@ def match_parameters(tree: Any, params: Any, values: Sequence[Any], default: Any
         by_path[path] = (x.shape, value)
 
     def match(path: Any, x: Any) -> Any:
+        # The longest end of the path first: it names the parameter most exactly.
         for start in range(len(path) + 1):
             shape, value = by_path.get(path[start:], (None, None))
             if shape is not None and shape == jnp.shape(x):

@@ -90,6 +90,7 @@ class Step:
         if expected is not None:
             expected.compare(metrics)
         new = new._replace(key=state.key)
+        # Here Python reads a number, and waits for the step to end. Only "stop" pays for that.
         if self.ends["stop"] and not metrics["finite"]:
             self._stop(new, metrics)
         return new, metrics

@@ -79,6 +79,8 @@ class TrainProgram:
         with noting_trained() as noted:  # tracing the GradFn notes the leaves that it trains
             gradients = self.map_gradients(placement, carried, state, batch, microbatches)
             step_scale = microbatches.hide_scale(scale, state.step)
+            # The key follows from the run's key and the number of the step alone: a run that was restored draws what it
+            # would have drawn.
             metrics, grads, residuals = gradients(
                 state.params, carried.tree, state.residuals, batch, step_key(key, state.step), step_scale
             )
@@ -148,6 +150,8 @@ class TrainProgram:
                 metrics["finite"] = all_finite(metrics["loss"], grads)
             return metrics, grads, if_finite(metrics, new_residuals, residuals)
 
+        # The out_specs are checked against the types: a gradient or metric that still varies over an axis which its
+        # spec lacks, because nothing has summed it there, is refused when the step is traced.
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
@@ -171,4 +175,6 @@ class TrainProgram:
         return self._pin(params, placement) if self.plan.automatic else params
 
     def _pin(self, params: Any, placement: Placement) -> Any:
+        # The specs of shard_map say nothing of the partitioner's axes. Unpinned, it might lay the parameters out in
+        # another way, and the next step would compile again.
         return jax.lax.with_sharding_constraint(params, shardings(self.mesh, placement.at_rest))
