@@ -76,6 +76,7 @@ def _count_executions(module: proto.Module, rows: Sequence[CompiledRow], calls: 
     groups_of: dict[str, Groups] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
+            # A permute has pairs in place of groups.
             groups_of[instruction.name] = instruction.groups or instruction.pairs
     times: dict[tuple[str, Groups], float] = {}
     for row in rows:

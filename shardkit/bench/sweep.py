@@ -120,6 +120,7 @@ def sweeps(
                 _check_signatures(user_ways, operation, redop, axes)
                 counts = _choose_counts(operation, mesh, axes, dtype, sizes)
                 result.append(Sweep(operation, ways | user_ways, redop, dtype, counts, mesh, axes))
+    # An implementation that was named and is in no table is a mistake, even if there are other tables.
     for name in impls or ():
         if not any(name in sweep.ways for sweep in result):
             raise ValueError(reasons[name])

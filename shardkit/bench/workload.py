@@ -208,6 +208,7 @@ class CaseBuilder:
             # the same way.
             update = jax.tree.map(lambda x: x.sharding, carry[0])
         else:
+            # Gradients as the plan lays out its updates, so that the partitioner may send what the plan sends.
             layouts = plan_case.plan.layouts(self.work.params, self.mesh)
             update = map_layouts(lambda layout: NamedSharding(self.mesh, layout.update), layouts)
         name = f"{kind}: {plan_case.held}"

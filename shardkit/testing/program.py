@@ -196,6 +196,7 @@ class Program:
         """Says why the first call of the step would be refused outside of a proof, or ""."""
         if self.checked is None:
             return ""
+        # A state of its own, because the run has donated the first one.
         state = self.init(self.params, self.key, **self.init_options)
         try:
             self.checked().step(state, self.calls[0])

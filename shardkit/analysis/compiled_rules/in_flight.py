@@ -52,6 +52,7 @@ def in_flight(program: CompiledProgram) -> Iterator[Finding]:
                 continue
             flight = _Flight(collective, start, position)
             for other in flights:
+                # Two stretches of a schedule overlap where each begins before the other ends.
                 if other.start < flight.end and flight.start < other.end:
                     yield from _compare(program, other.collective, collective)
             flights.append(flight)
@@ -96,6 +97,7 @@ def _list_groups(program: CompiledProgram, collective: FoundCollective) -> Group
         return (tuple(range(math.prod(program.mesh.values()))),)
     if collective.kind != "ppermute":
         return collective.groups
+    # Pairs that share a device join: of (0, 1), (1, 2), (4, 5) the groups are {0, 1, 2} and {4, 5}.
     groups: list[set[int]] = []
     for pair in collective.groups:
         joined = set(pair)

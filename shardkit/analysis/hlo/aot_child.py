@@ -53,6 +53,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     account = folder / "account"
     options = dict(request["options"])
     if tpu:
+        # There the compiler writes its account of memory, for `read_allocated_bytes`.
         options.setdefault("xla_dump_to", str(account))
     started = time.monotonic()
     try:
@@ -70,6 +71,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     package = request["package"]
     return {
         "seconds": seconds,
+        # Linux counts it in KiB.
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "devices": len(devices),
         "places": [list(map(int, device.coords)) for device in grid.flat],

@@ -67,6 +67,7 @@ def find_claim(site: Site) -> Claim | None:
     if site.name not in CALLS:
         return None
     for holder in sites_around(site):
+        # Of blocks inside each other, the innermost counts.
         for scope in reversed(holder.equation.source_info.name_stack.stack):
             if scope.name.startswith(_SCOPE):
                 kind, axes, sent = json.loads(scope.name.removeprefix(_SCOPE))

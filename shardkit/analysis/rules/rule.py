@@ -60,6 +60,7 @@ def findings(rules: Iterable[Rule], program: Any) -> list[Finding]:
     distinct: dict[Finding, None] = {}
     for check in checks:
         for finding in check(program):
+            # A function that several rules share finds for all of them, also for rules that are ignored.
             if finding.rule in names:
                 distinct[finding] = None
     return list(distinct)

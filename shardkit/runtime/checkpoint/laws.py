@@ -58,6 +58,7 @@ def restores_elsewhere(program: Program, reference: Reference) -> str | None:
 
 def _restore_on_one_device(program: Program) -> TrainState:
     """The last state of a run, saved, and restored on the last device alone, with its optimizer and precision."""
+    # The last device, because arrays that nobody has placed are on the first.
     mesh = make_mesh(jax.devices()[-1:], alone=1)
     untraced = value_and_grad(lambda params, batch, keys: math.nan)  # only layouts are needed
     with tempfile.TemporaryDirectory(prefix="shardkit-law-") as directory, Checkpoints(directory) as checkpoints:
@@ -76,6 +77,7 @@ def _describe_difference(restored: np.ndarray, saved: np.ndarray) -> str:
     """How a leaf differs from what was saved; nothing if it has the same bits."""
     if restored.shape != saved.shape or restored.dtype != saved.dtype:
         return f"is {restored.dtype}{list(restored.shape)} and was {saved.dtype}{list(saved.shape)}"
+    # As bytes, because NaN is unequal to itself.
     if restored.tobytes() == saved.tobytes():
         return ""
     return f"has other bits; {np.sum(restored != saved)} of {restored.size} elements differ"

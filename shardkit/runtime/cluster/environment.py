@@ -51,6 +51,7 @@ def read_variables(environ: Mapping[str, str]) -> JobFacts:
     torch_job = JobFacts()
     if size is not None:
         address = f"{environ.get('MASTER_ADDR', 'localhost')}:{port}"
+        # One process has no coordinator to connect to, though its launcher may set the variables of one.
         torch_job = JobFacts(None if size == 1 else address, size, number("RANK"))
     jax_job = JobFacts(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
     return jax_job.fill_missing(torch_job)

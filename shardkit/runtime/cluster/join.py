@@ -230,6 +230,7 @@ def finish(code: int = 0) -> NoReturn:
                 sk.runtime.finish(sk.runtime.PREEMPTED)
     """
     watcher = client.find_monitor()
+    # The report comes first, so that the guards take what follows for an exit, and not for a death.
     if watcher is not None and jax.process_count() > 1:
         watcher.report_exit()
         jax.distributed.shutdown()  # waits for the others

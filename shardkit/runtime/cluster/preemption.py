@@ -20,6 +20,7 @@ class _Notice:
         self.received = False
 
     def __call__(self, number: int, frame: Any) -> None:
+        # Nothing more: a signal may come in the middle of a step. The loop asks when the step has ended.
         self.received = True
 
 

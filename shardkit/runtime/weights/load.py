@@ -72,6 +72,7 @@ def load_params(
         stored[_PARAMS + name] = _with_dtype(x, record["dtype"])
     arrays = read_arrays(_WHERE, directory, step, describe_stored(stored, records), records)
     params = from_portable(arrays, stored, records)
+    # Converted last: the files, and the checksums that were compared, are of the run's dtype.
     loaded = []
     for name, x in leaves.items():
         loaded.append(_cast(params[_PARAMS + name], x))

@@ -420,6 +420,7 @@ def _repair_layout(bench: Bench) -> Iterator[Repair]:
         places = np.arange(count, dtype=x.dtype).reshape((1,) * bench.rank + (count,))
         layouts = {"blocks": index * count + places, "strides": places * n + index}
         for layout, other in (("blocks", "strides"), ("strides", "blocks")):
+            # x may be the same on all devices along some axes, and has a dim of size 1 for each of these.
             a, b = np.broadcast_arrays(x, layouts[layout])
             if (a == b).all():
                 words = f"{bench.call.name} in {other} along {axis!r} in place of {layout}"

@@ -155,6 +155,7 @@ def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Seq
         return
     for distance, words in ((1, "later"), (-1, "earlier")):
         variables = _move_along(series, operands, distance)
+        # An equation can read only what stands before it: the rounds behind it are not there yet.
         if variables and all(variable in readable for variable in variables):
             yield Repair(Cost.INDEX, f"{name} of what rounds one {words} made", _read_all(bench, variables))
 

@@ -476,6 +476,7 @@ class ProgramPair:
             return ""
         describe = describe_remedy if only_remedy else describe_difference
         runs = self._make_runs(field)
+        # First with the equations that no result needs: the mistake may be that one of their values is not read.
         if self.with_unused is not None:
             with suppress(UnsupportedError, RedrawError, TooDeepError, UnknownValueError, HangsError):
                 return describe(runs._replace(on_mesh=self.with_unused), index, wanted)
