@@ -54,6 +54,7 @@ class _Entries:
     def read_whole(self, name: str, default: int | None = None, least: int = 1) -> Any:
         """A whole number."""
         rule = f"a whole number from {least} to {_LARGEST:,}"
+        # Not isinstance: true is an int in Python.
         return self.read(name, default, rule, lambda value: type(value) is int and least <= value <= _LARGEST)
 
     def read_flag(self, name: str, default: bool) -> bool:
@@ -151,10 +152,12 @@ def _read_heads(config: _Entries, sizes: Mapping[str, int], kind: str, has_biase
         extra += (heads + 2 * sizes["kv_heads"]) * size  # biases of queries, keys and values
     if kind in _HEAD_NORM_TYPES:
         extra += 2 * size
+    # The bias of the output, which qwen2 has not.
     if has_biases:
         extra += hidden
     if kind in _FOUR_NORM_TYPES:
         extra += 2 * hidden
+    # None for a size as by default, because `models.transformer` runs no other.
     return {"head_size": None if size * heads == hidden else size, "extra": extra}
 
 

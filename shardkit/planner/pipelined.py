@@ -34,6 +34,7 @@ def _run_schedule(stages: int, microbatches: int, chunks: int) -> PipelineRun:
     assert schedule is not None
     forwards = 0
     ticks = 0
+    # One tick of all devices: in the masked step each of them computes what any of them does.
     for cells in zip_longest(*schedule.rows, fillvalue=()):
         operations: set[str] = set()  # of all devices at this tick
         for cell in cells:

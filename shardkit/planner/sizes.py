@@ -71,6 +71,7 @@ def _count_sizes(model: Model, tensor: int, expert: int, batch: int, sequence: i
     scores = tokens * sequence * model.heads / tensor
     inner, largest, rows = _count_feed_forward(model, tensor, expert, batch, sequence)
     return Sizes(
+        # `layer` counts norms and routers among the weights, and tensor ways do not split them.
         matrices=(dense - gains) / tensor,
         experts=experts / expert,
         largest=largest,

@@ -142,8 +142,8 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
         return None
     if program.carried is not None:
         return "what is gathered of carried state is not in the closed form"
-    # With `prefetch=True` a stack gathers its last layer once for both passes. Layouts do not show that the loss passes
-    # it, so that either count is right.
+    # With `prefetch=True` a stack gathers its last layer once for both passes. The layouts do not show whether the loss
+    # passes it, so that either count is right.
     if not _list_differences(rows, _count_plan_traffic(program, prefetched=True), steps):
         return None
     axes, by_layouts, counted = differences[0]

@@ -285,6 +285,7 @@ def make_row_mesh(row: Row) -> Mesh:
 
 def _rescale(grad_fn: GradFn) -> GradFn:
     """The GradFn called with another scale, which is divided out again: ignoring it changes the result."""
+    # A pipeline is known by its type, which a plain function around it would hide.
     if isinstance(grad_fn, PipelineGradFn):
         return replace(grad_fn, function=_rescale(grad_fn.function))
 

@@ -102,6 +102,7 @@ def topology_of(chip: str, count: int) -> Topology:
         return Topology(chip, (1, count // per_host, per_host))
     if count > _MOST_CHIPS:
         raise _wrong_count(chip, count, f"at most {_MOST_CHIPS:,}")
+    # Of all factors with this product the most equal ones have the smallest sum: of 32 it is 2 + 4 + 4.
     shape = list(min(_factorize(count, chips[chip].torus), key=sum))
     if len(shape) == 3:
         # libtpu knows "2x2x1", and no "1x2x2", as a shape of chips with three dimensions.
@@ -171,6 +172,7 @@ def _absent_tpus(where: Topology) -> list[AbsentDevice]:
     while len(shape) < 3:  # a device has three coordinates, also where its torus has two dims
         shape.append(1)
     devices: list[AbsentDevice] = []
+    # ndindex changes the last index fastest, and a TPU's first coordinate changes fastest.
     for reversed_place in np.ndindex(*reversed(shape)):
         for core in range(_CORES.get(where.chip, 1)):
             device = AbsentDevice(
@@ -272,6 +274,7 @@ def topology_devices(topology: str) -> list[Any]:
     compiler_package(where)
     backends.leave_out_idle_tpu()
     if backends.cpu_only():
+        # In this order, so that what the user has set stays.
         os.environ.update(ALONE | os.environ)
     try:
         return list(topologies.get_topology_desc(**description_of(where)).devices)

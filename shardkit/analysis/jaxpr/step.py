@@ -147,6 +147,7 @@ def leaves_of(step: TracedStep) -> list[StepLeaf]:
     parameters = step.parameters
     leaves = []
     for (path, leaf), variable in zip(paths, jaxpr.invars, strict=True):
+        # A path begins with the number of the positional argument.
         argument = parameters[path[0].idx]
         name = argument + jax.tree_util.keystr(path[1:])
         sharding = getattr(leaf, "sharding", None)

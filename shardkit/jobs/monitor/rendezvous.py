@@ -282,6 +282,7 @@ def _listen(place: Place) -> socket.socket:
     if not address:
         uses_ipv6 = socket.has_dualstack_ipv6()
     try:
+        # A backlog for all processes, because a scheduler starts them at the same moment.
         return socket.create_server(
             (address, place.port),
             family=socket.AF_INET6 if uses_ipv6 else socket.AF_INET,

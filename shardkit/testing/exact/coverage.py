@@ -132,7 +132,7 @@ class Coverage:
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
         if self.identifies and field.points > 1:
-            # At two points an unknown has two numbers and a constant one, so that one point could not tell them apart.
+            # It compares the numbers at two points: a constant is the same at both, and an unknown is not.
             differences, fixed = _identify(field, x, y)
             decision.decided = decision.decided | fixed
             words = np.broadcast_to(differences, asked.shape)
@@ -306,8 +306,8 @@ class Coverage:
                 counted[-1, side].append(words[signs < 0])
         none = np.zeros(0, np.uint64)
         positive, other_positive, negative, other_negative = [np.concatenate([none, *x]) for x in counted.values()]
-        # The differences that both sides compare with zero; of these, the ones where a side alone counts zero as
-        # positive, or as negative.
+        # The differences that both sides compare with zero. Of these, `differing` has the ones that one side alone
+        # counts as positive, or as negative, where they are zero.
         both_sides = np.intersect1d(np.union1d(positive, negative), np.union1d(other_positive, other_negative))
         one_sided = np.union1d(np.setxor1d(positive, other_positive), np.setxor1d(negative, other_negative))
         differing = np.intersect1d(both_sides, one_sided)

@@ -383,7 +383,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
             words += f" times {size}"
         dim = list(bench.axes).index(axis)
         changed = x + sign * size * bench.device_index(axis, x)
-        # The offset cancels an index that is in x already, so that the words say what is left: nothing of the device.
+        # x has this index already, and the offset takes it away: devices then have the same integer, as the words say.
         if x.shape[dim] > 1 and (changed == changed.take([0], dim)).all():
             words = f"{name} that is the same along {axis!r}"
         # A missing offset of the device, whose local places were taken for global ones, is the likelier mistake.
