@@ -39,9 +39,8 @@ def wrap_optimizer(optimizer: Any) -> Any:
     arguments: only its writer knows whether it needs more.
 
     Raises:
-        TypeError: from update, if an optimizer of optax fails, or if updates do not have the shapes of the gradients,
-        or
-            the new state has another tree.
+        TypeError: from update, if an optimizer of optax fails, if updates do not have the shapes of the gradients, or
+            if the new state has another tree.
     """
     import optax
 

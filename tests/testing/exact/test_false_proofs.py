@@ -433,3 +433,38 @@ def test_what_is_infinite_or_nan_in_every_draw_is_not_decided():
     halves = [lambda x: add_logarithms(x, slice(8)), lambda x: add_logarithms(x, slice(8, 16))]
     with pytest.raises(ValueError, match="1 of 1 elements of the result were NaN or infinite"):
         sk.testing.assert_equal_for_all_inputs(*halves, grad=False, **settings)
+
+
+def _mask_second(function):
+    """A function of x, and of zeros that a mask then takes away: NaN in floats if it is infinite at 0."""
+
+    def masked(x):
+        values = jnp.stack([function(x), function(x - x)])
+        return jnp.sum(values * np.array([[[1]], [[0]]], np.float32), 0)
+
+    return masked
+
+
+POLES = {
+    "x ** -0.3": (_mask_second(lambda x: (x * x) ** -0.3), lambda x: (x * x) ** -0.3),
+    "lgamma": (_mask_second(lax.lgamma), lax.lgamma),
+    "log2": (_mask_second(jnp.log2), jnp.log2),
+    "digamma": (_mask_second(lax.digamma), lax.digamma),
+    "digamma, of which the larger one with 0": (lambda x: jnp.maximum(lax.digamma(x - x), 0), zeros),
+    "lgamma less itself": (lambda x: lax.lgamma(x - x) - lax.lgamma(x - x), zeros),
+    "atanh": (lambda x: lax.atanh(x - x + 1) - lax.atanh(x - x + 1), zeros),
+    "erf_inv": (lambda x: lax.erf_inv(x - x + 1) * 0, zeros),
+}
+
+
+# An uninterpreted function was an ordinary number at its poles: what a mask takes away there was 0, and is NaN.
+@pytest.mark.parametrize("name", POLES)
+def test_a_function_is_infinite_at_its_poles(name):
+    args = (np.ones((4, 3), np.float32),)
+    settings = {"mesh": sk.abstract_mesh(d=2), "in_specs": P("d"), "out_specs": P("d"), "args": args, "grad": False}
+    wrong, right = POLES[name]
+    x = jnp.full((4, 3), 0.5)
+    assert np.isnan(wrong(x)).all() and np.isfinite(right(x)).all()
+    with pytest.raises(AssertionError, match="NaN"):
+        sk.testing.assert_equal_for_all_inputs(wrong, right, **settings)
+    assert sk.testing.assert_equal_for_all_inputs(right, lambda x: right(x + 0), **settings)

@@ -19,7 +19,7 @@ import numpy as np
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
-from shardkit.testing.exact.numbers.values import INPUT, OUTSIDE, Exact, build_facts
+from shardkit.testing.exact.numbers.values import INPUT, NOT_A_NUMBER, OUTSIDE, TRULY, Exact, build_facts
 
 # Functions that are 0, and those that are 1, at 0.
 _ZERO_AT_ZERO = {"tanh", "sin", "tan", "sinh", "cbrt", "sqrt", "asin", "atan", "asinh", "atanh", "erf", "erf_inv"}
@@ -28,6 +28,9 @@ _ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
 _BOUNDED = {"asin", "acos", "acosh", "atanh", "erf_inv"}
 # Those, and functions that have none for negative arguments.
 _WITH_DOMAIN = {"sqrt", "pow", "log2", *_BOUNDED}
+# Functions that are infinite at a number, and those that have two limits there, and so are NaN: log2(0), digamma(0).
+_WITH_POLES = {"pow", "log2", "lgamma", "atanh", "erf_inv"}
+_NAN_AT_POLES = {"digamma"}
 _OF_NUMPY = ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
 _INVERSES = ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")  # numpy's begin with arc
 _OF_SCIPY = ("erf", "erfc", "digamma")
@@ -86,11 +89,36 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
         # arcsin(2) is outside of the domain in this draw. A NaN that comes from an argument has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
-    facts = build_facts(shape, sign, 0, used, poison=poison)
+    infinite, poison = _find_poles(field, name, reals, real, poison)
+    facts = build_facts(shape, sign, infinite, used, poison=poison)
     result = Exact(number, facts, real, degree=INPUT)
     if any(x.special for x in arguments):
         result = _take_limits(field, result, arguments)
     return field.settle(result)
+
+
+def _find_poles(
+    field: Field, name: str, arguments: Sequence[np.ndarray], real: np.ndarray, poison: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is infinite because an argument is a pole, as lgamma(0); and what is no number there, as digamma(0).
+
+    Without this `0 * lgamma(x - x)` would be zero, and it is NaN in floats. A value that is too large for a float is no
+    pole: a proof says nothing of overflow.
+
+    Returns:
+        int [...], as `Exact.infinite`, and `Exact.poison`.
+    """
+    is_pole = np.zeros(real.shape[1:], bool)
+    if name in _WITH_POLES or name in _NAN_AT_POLES:
+        is_pole = (np.isinf(real) & np.isfinite(sum(arguments)))[0]
+    if name == "pow":
+        is_pole = is_pole & (arguments[0][0] == 0)
+    # The argument is a pole only because this draw was planted so.
+    if field.planted:
+        return np.zeros(is_pole.shape, int), np.maximum(poison, np.where(is_pole, OUTSIDE, 0))
+    if name in _NAN_AT_POLES:
+        return np.zeros(is_pole.shape, int), np.maximum(poison, np.where(is_pole, NOT_A_NUMBER, 0))
+    return np.where(is_pole & (poison == 0), TRULY * np.sign(real[0]), 0).astype(int), poison
 
 
 def _draw_values(field: Field, name: str, arguments: Sequence[Exact]) -> np.ndarray:
