@@ -66,6 +66,7 @@ def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, roun
 def _measure_sweep(sweep: Sweep, mode: str, calls: int, rounds: int) -> list[Record]:
     """The records of one table: of each implementation, all sizes."""
     records: dict[str, list[Record]] = {name: [] for name in sweep.ways}
+    # All implementations of a size together, so that they are timed in the same rounds.
     for count in sweep.counts:
         for record in _measure_size(sweep, count, mode, calls, rounds):
             records[record["case"]].append(record)
@@ -194,6 +195,7 @@ def table(records: Sequence[Record]) -> str:
         Lines of text; docs/benchmarks/collectives.md says what the columns are.
     """
     columns = dict(_COLUMNS)
+    # Simulated devices are no chip, and would leave these columns empty.
     if records[0]["chip"] is None:
         del columns["chip us"]
         del columns["of chip"]
@@ -203,6 +205,7 @@ def table(records: Sequence[Record]) -> str:
     lines = [_title(records[0]), layout.table(rows), *_describe_fits(records)]
     for record in records:
         if record["wrong"]:
+            # Each process keeps the first wrong element of its own devices; only numbers are added up over processes.
             place = record["wrong_first"] or "on others"
             lines.append(f"wrong: {record['impl']}, {record['size']} B: {place}")
     return "\n".join(lines)

@@ -127,6 +127,7 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
     # Seeded, so that the same two files always get the same verdict.
     generator = np.random.default_rng(0)
     changes = []
+    # In the order of the old file, and behind it what only the new one has.
     for key in before | after:
         changes.append(_compare_case(key, before.get(key), after.get(key), threshold, generator))
     wrong = []

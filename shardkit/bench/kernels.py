@@ -43,6 +43,7 @@ class Compared:
     def _compare_block(self, shard: Any) -> int:
         """The number of wrong elements of one device."""
         block = np.asarray(shard.data)[0]
+        # A shard is [1, ...], so that it begins at the number of its device.
         expected = self.expected[shard.index[0].start or 0]
         is_right = block == expected
         # Most results are exact, and are spared the two copies in float64.

@@ -111,6 +111,7 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
     for record in records:
         row = {}
         for key, value in record.items():
+            # A cell has one value: samples stay in the JSON.
             if not isinstance(value, dict | list):
                 row[key] = value
         for key, value in record["environment"].items():

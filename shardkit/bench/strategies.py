@@ -86,6 +86,7 @@ def strategies(
             )
     chosen = names
     if only:
+        # One device always takes part, because all ratios are to it.
         chosen = [name for name in names if name == names[0] or name in only]
     programs = []
     for name in chosen:

@@ -100,6 +100,7 @@ def sweeps(
     if impls is not None:
         names = tuple(impls)
     elif user_ways:
+        # A user's kernels are measured alone, unless `impls` names others to stand beside them.
         names = ()
     # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
     are_both_named = impls is not None and ops is not None

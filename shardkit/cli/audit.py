@@ -110,6 +110,7 @@ def audit(options: Options) -> int:
     if options.snapshot is not None:
         with open_output(options.snapshot) as out:
             out.write(report.to_json())
+    # As --snapshot writes it, so that both outputs have the same fields.
     data = json_lib.loads(report.to_json())
     write_json(options.json, "audit", data["findings"], audit=data, worse=worse, proof=proof._asdict())
     is_worse = bool(report.findings) if before is None else bool(worse)
@@ -143,6 +144,7 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
     if not hasattr(step, "trace"):
         function = jax.jit(step)
     try:
+        # Before anything is compiled for the proof: a step that is too large for one is told at once.
         check_size("audit", [function.trace(*args).jaxpr], _POINTS, draws=1, longest=_LONGEST)
         equality = assert_compiled_equal(function, *args, points=_POINTS)
     except ReplicationError as error:

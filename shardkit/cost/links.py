@@ -147,5 +147,6 @@ def link_of_group(chip: Chip, kind: str, group: Group) -> Link:
         adapters = group.members_on_a_host
         if is_permute:
             adapters = 1
+        # However many adapters there are, the ring goes over NVLink inside each host.
         bandwidth = min(chip.link_bandwidth, chip.network_bandwidth * adapters)
     return Link(0.0, bandwidth, f"chip {chip.name}")

@@ -52,6 +52,8 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
             f"bubble: schedule {schedule!r} does not take chunks; got chunks={chunks}. "
             "Leave chunks out, or choose 'interleaved', 'lockstep' or 'breadth_first'."
         )
+    # Breadth-first, all microbatches pass a chunk before the next chunk begins. The other schedules take them in groups
+    # of p.
     if name == "breadth_first":
         rule = "at least"
         fits = microbatches >= stages

@@ -101,6 +101,7 @@ def transformer_parameters(
     layers, hidden = checks.whole(where, layers=layers, hidden=hidden)
     vocabulary, sequence = checks.count(where, vocabulary=vocabulary, sequence=sequence)
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
+    # A LayerNorm has a gain and a bias, an RMSNorm the gain alone.
     norm = hidden
     if biases:
         norm = 2 * hidden

@@ -57,7 +57,8 @@ def _locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
         if ways == 1:
             return Group()
         side = layout.chips ** (1 / chip.torus)
-        # 16 ways on a side of 16 are one dim: without the 1e-9, a logarithm of 1.0000000000000002 would make two.
+        # A cube of 64 chips has the side 3.9999999999999996 in floats. Without the 1e-9, 4 ways would extend along two
+        # dims.
         dims = math.ceil(math.log(ways, side) - 1e-9)
         return Group(dims=min(dims, chip.torus))
     if stride * ways <= chip.host:

@@ -43,7 +43,7 @@ def source_of(
         >>> print(source_of(best, batch=16, sequence=128))
         \"\"\"data=...
     """
-    # For its check of the type.
+    # For its check: what is no candidate is refused with a sentence.
     [candidate] = list_candidates([candidate])
     if isinstance(candidate, CountedCandidate):
         source = _write_counted(candidate)

@@ -276,6 +276,8 @@ def _find_argument(value: Any, site: Site) -> str:
     names = site.jaxpr.debug_info.arg_names or ()
     if place < len(names) and names[place]:
         return str(names[place])
+    # A while has constants of its test, constants of its body, and a carry. Neither jaxpr takes all of them, so that
+    # places do not match.
     if site.outer is None or site.outer.name == "while":
         return ""
     operands = site.outer.equation.invars

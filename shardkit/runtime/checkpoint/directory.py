@@ -106,6 +106,7 @@ def _lock_file(directory: Path) -> int:
         return descriptor
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
+    # Only when the lock is held: until then the file says who else holds it.
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, owner, 0)
     return descriptor

@@ -133,6 +133,7 @@ def _sum_shard(x: jax.Array, spec: PartitionSpec, mesh: Any, piece: int | None) 
     start: list[Any] = []
     shape = []
     for dim_axes, size in zip(axes, x.shape, strict=True):
+        # x is a shard, so that `size` is that of a device's part: it begins so many parts into the array.
         start.append(lax.axis_index(dim_axes) * size if dim_axes else 0)
         shape.append(size * math.prod(mesh.shape[axis] for axis in dim_axes))
 
@@ -229,6 +230,7 @@ def _make_words(x: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax
     place = jnp.uint32(0)
     for dim, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
         index = lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+        # Modulo 2**32, as all of this arithmetic is: uint32 takes no larger number.
         place = place * jnp.uint32(size % 2**32) + index + jnp.asarray(first).astype(jnp.uint32)
     return _mix_bits(bits ^ _mix_bits(place))
 
@@ -243,6 +245,7 @@ def _mix_bits(x: jax.Array) -> jax.Array:
 def _split_words(x: jax.Array) -> jax.Array:
     """An array's bits as unsigned integers of up to 32 bits; wider elements get a new last dim."""
     if jnp.iscomplexobj(x):
+        # [2, ...]: the dim in front that `_count_leading_dims` counts.
         x = jnp.stack([x.real, x.imag])
     is_floating = jnp.issubdtype(x.dtype, jnp.floating)
     if not is_floating and x.dtype.itemsize <= 4:
