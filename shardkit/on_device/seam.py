@@ -51,7 +51,8 @@ from shardkit.plans.storage import is_padded, stored_array, wrap_stored
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
 
-@jax.named_scope(PLAN)  # tells readers of the trace that a value marked here is the same on all devices
+# By this name readers of the trace know that a value marked as varying here has the same numbers on all devices.
+@jax.named_scope(PLAN)
 def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
 
@@ -88,11 +89,15 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
     """The Handle of a lazy leaf, which the loss opens.
 
     Where the loss gathers the leaf by layer (`fsdp(layerwise=...)`), the handle has this device's part alone. Where the
-    loss needs the whole weight now and its gradient is scattered early (zero2), `whole` has the value and `part` gets
-    the gradient.
+    loss needs the whole weight now and its gradient is scattered early (zero2), `whole` has the value. Its `part` is
+    read by nobody: it is there so that a gradient of its shape exists, which is the scattered one. A leaf may be both,
+    with `fsdp` by layer over one axis and zero2 over another: then `whole` is whole over the second axis alone, and the
+    layer gathers it over the first.
     """
     compute = policy.compute
     reduce = policy.reduce
+    # `cuts` gives the cuts that meet all its conditions: with `gather` and `scatter`, those gathered at one of these
+    # times and scattered at one of those.
     gathered_by_layer = layout.cuts(gather=("layer",))
     gathered_now = layout.cuts(gather=("step",))
     if gathered_now:
@@ -142,8 +147,9 @@ def leave(
     #
     # The division by the global weight (and the scale) comes last, in float32: dividing by each device's own weight
     # first gives the mean of means, which is another number as soon as two devices have unequal weights. A loss may be
-    # a sum of means with other weights. Then each term's total was multiplied, before it was differentiated, by the
-    # largest weight over the term's own (`mean_sums.py`), so that this one division is right for all terms.
+    # a sum of means with other weights, as one over 8 tokens and one over 2 images. Then each term's total was
+    # multiplied, before it was differentiated, by the largest weight over its own (`mean_sums.py`), here the images'
+    # by 8 / 2: so the one division by 8 is right for both.
     means = global_means(means, placement.plan.batch_axes, placement.plan.stage_axes)
     divisor = divisor_of(largest_weight(means["loss"])) * scale
     structure = jax.tree.structure(grads)
@@ -176,7 +182,10 @@ def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> Parti
 
 
 def _scatters_by_layer(grad: jax.Array, cuts: Cuts, dtype: Any) -> bool:
-    """Whether a copy in a wider dtype has more than LAYER_BYTES a layer: it would be the largest array of a step."""
+    """Whether a stack of layers [layers, ...] is scattered layer by layer: if its copy in a wider dtype is large.
+
+    With more than LAYER_BYTES a layer, a copy of all layers in float32 would be the largest array of a step.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize <= grad.dtype.itemsize:
         return False

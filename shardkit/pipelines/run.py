@@ -20,6 +20,10 @@ cotangents to the left. The program of the segment is a scan over its three rows
 
 At the start of tick 5 device 0 writes dx to its slot 0 and reads it for 0B1, and device 1 writes y to its slot 0 and
 reads it for 1F2. Both devices send and receive both ways in every tick: what nobody needs goes to a slot that is free.
+
+Two more words. Embedding and head are "spread" where the plan of their leaves splits them over the pipe axis: then all
+devices run them together, each with its part, and not the first and the last stage alone. A buffer is "crowded" where
+in some tick a device has no free slot in it: an arrival that the device does not need is then dropped.
 """
 
 from __future__ import annotations
