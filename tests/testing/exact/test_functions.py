@@ -13,7 +13,7 @@ from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.rules import elementwise
 from shardkit.testing.exact.rules.primitive_rules import RULES
 
-# Those that jax has as primitives; log2 is of compiled programs alone.
+# Those that jax has as primitives; log2 is one from jax 0.12 on, and of compiled programs before.
 NAMES = sorted(name for name in RULES if RULES[name] is elementwise.function_without_law and hasattr(lax, f"{name}_p"))
 OF_TWO = {"atan2", "rem", "nextafter"}
 # Of two floats they are a float: nothing is rounded.

@@ -2,8 +2,8 @@
 
 We test polynomial identities at random points. Two different polynomials agree at a random point with a chance of at
 most degree / size of the field (Schwartz and Zippel), so a sum, product or quotient that agrees at a few points is the
-same for all inputs, but for that chance. A number of the program is therefore an array of components: its residue at each of some random
-points, modulo each prime of a tower.
+same for all inputs, but for that chance. A number of the program is therefore an array of components: its residue at
+each of some random points, modulo each prime of a tower.
 
 Why a tower: an exp leads from one prime p to the next one, q = 2 p + 1 (`tower.py`). The number 4 has order p modulo q:
 4**p is 1. So 4**(a + b) = 4**a 4**b depends on a and b modulo p alone, and is an exponential function from the numbers
