@@ -46,10 +46,12 @@ def encode(x: jax.Array, dtype: str, block: int) -> QuantizedMessage:
     if not wire_format.scaled:
         return _encode_bfloat16(x)
     flat = x.reshape(len(x), -1)
+    # A shard that is shorter than a block is one block, without padding.
     block = min(block, flat.shape[1])
     blocks = _pad_last(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
     exponents = _choose_exponents(jnp.max(jnp.abs(blocks), axis=-1), wire_format.largest)
     # Products with powers of two, here and in decode, are exact.
+    # 1 / scale, by its bits: for the scale 4 = 2^2 the exponent field is 129, and 254 - 129 = 125 is that of 2^-2.
     inverse = lax.bitcast_convert_type((2 * _BIAS - exponents) << 23, jnp.float32)
     values = blocks * inverse[..., None]
     if wire_format.mantissa is None:
@@ -138,6 +140,7 @@ def _unpack(x: jax.Array, bits: int) -> jax.Array:
     if bits != 4:
         return wide
     # Shifted up and down again, the lower four bits get the sign of their highest.
+    # Worked example: of the byte 0x1f the lower bits 1111 are -1, and the upper ones 1.
     low = wide << 28 >> 28
     high = wide >> 4
     return jnp.concatenate([low, high], axis=-1)

@@ -252,6 +252,7 @@ class _Search:
         least = math.inf
         for free in self.factorizations:
             for factors in _choose_factors(free, size):
+                # As over one axis: if several axes have these factors together, the load is at best as fast.
                 least = min(least, self._time(load, (factors,)))
         return least
 
@@ -317,6 +318,7 @@ def _choose_factors(free: _Factors, size: int) -> Iterator[_Factors]:
             yield factors
 
 
+# The search meets the same factors again and again: with other axes, other loads, and in other branches.
 @lru_cache(maxsize=100_000)
 def _time_byte(network: Network, kind: str, factors: tuple[_Factors, ...], moves: Moves) -> float:
     """Seconds of the busiest link if each device sends one byte over axes with these factors."""
@@ -345,6 +347,7 @@ def _locate(network: Network, factors: Sequence[_Factors]) -> Coordinates:
     coordinates = np.zeros((1, ndim), int)
     for axis_factors in factors:
         steps = _walk_axis(network, axis_factors)
+        # [places so far, steps of this axis, dims]: the new axis is the minor one.
         coordinates = (coordinates[:, None] + steps[None]).reshape(-1, ndim)
     return tuple(map(tuple, coordinates.tolist()))
 
@@ -361,6 +364,7 @@ def _walk_axis(network: Network, factors: _Factors) -> np.ndarray:
             digits[-1] = factor._replace(radix=factor.radix * digits[-1].radix)  # one longer digit
         else:
             digits.append(factor)
+    # At most six orders; of four digits it would be 24, each to be timed.
     orders = permutations(digits) if len(digits) <= _FEW else [tuple(digits)]
     walks = [_reflect_digits(order) @ _step_vectors(network, order) for order in orders]
     if len(walks) == 1:
@@ -386,6 +390,7 @@ def _reflect_digits(digits: Sequence[_Factor]) -> np.ndarray:
     minor = _reflect_digits(digits[1:])
     parts = []
     for value in range(digits[0].radix):
+        # Every second part backward: its first number is one step from the last one of the part before.
         part = minor if value % 2 == 0 else minor[::-1]
         parts.append(np.insert(part, 0, value, axis=1))
     return np.concatenate(parts)

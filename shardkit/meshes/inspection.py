@@ -110,6 +110,7 @@ def draw_array(x: Any) -> DeviceGrid:
         cells[index] = (*cells.get(index, ()), device.id)
     labels = []
     for dim in shown:
+        # As an index is written in Python: `[:, 0:4]` for rows of dim 1.
         before = ":, " * dim
         dim_labels = []
         for start, stop in pieces[dim]:

@@ -188,6 +188,8 @@ def make_hybrid_mesh(
 
 
 def _slice_or_process(device: jax.Device) -> int:
+    # Inside a slice the links are fast. Where there are no slices, as with GPUs, they are inside a host, and a host has
+    # one process.
     return getattr(device, "slice_index", device.process_index)
 
 
@@ -330,6 +332,7 @@ class DeviceGrid(NamedTuple):
         widths = []
         for column, label in enumerate(tables[0].column_labels):
             width = len(label)
+            # Over all tables, so that their columns stand under each other.
             for row in chain(*texts):
                 width = max(width, len(row[column]))
             widths.append(width)

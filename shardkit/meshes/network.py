@@ -114,6 +114,7 @@ def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
     for number in used:
         wrap = made_of_cubes if chip.torus == 3 else shape[number] == 16
         dims.append(_make_dim(chip, names[number], int(shape[number]), wrap))
+    # The two cores of a chip leave it by the same links.
     network = Network(chip.name, tuple(dims), shared=dims[-1].name == "core")
     return network, tuple(map(tuple, positions[:, used].tolist()))
 
@@ -261,6 +262,8 @@ def _add_gather(
 ) -> None:
     # Each member sends one byte in all, and `_divide_bucket` counts pieces: n - 1 pieces are that byte.
     received_pieces = groups.shape[1] - 1
+    # Dimension by dimension, each as a ring or line of its own: the bucket algorithm overlaps them, and the busiest
+    # decides.
     for dim, sent in enumerate(_divide_bucket(network, counts)):
         if sent:
             senders = _choose_senders(network, groups, dim, alike)

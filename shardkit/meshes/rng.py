@@ -71,6 +71,8 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
         8
     """
     _check_one("fold_axes", key)
+    # Without the salt, index 1 along "data" and index 1 along "model" would be the same number: two layers of which
+    # each folds over one axis would draw alike.
     for name in sorted(bound("fold_axes", axes)):
         key = jax.random.fold_in(jax.random.fold_in(key, salt(name)), jax.lax.axis_index(name))
     return key

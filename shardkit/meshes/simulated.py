@@ -46,6 +46,7 @@ def simulate_devices(n: int) -> None:
     at_least("simulate_devices", 1, n=n)
     if backends.jax_has_started():
         devices = jax.devices()
+        # As when a cell of a notebook is run again.
         if len(devices) == n and devices[0].platform == "cpu":
             warn_if_few_threads(n, stacklevel=4)
             return
@@ -66,6 +67,7 @@ def offer_cpu_devices(n: int) -> None:
         raise ValueError(
             f"simulate_devices: the number of devices must be from 1 to {_MOST_DEVICES:,}; got {n}. Pass for example 8."
         )
+    # XLA reads them once, when jax starts its devices.
     os.environ.update(cpu_environment(n, os.environ))
     jax.config.update("jax_num_cpu_devices", n)
     backends.leave_out_idle_tpu()

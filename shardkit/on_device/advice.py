@@ -112,6 +112,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         mesh = equation.params["mesh"].shape
         self._sizes.update({axis: size for axis, size in mesh.items() if size > 1})
         self.run(body, [_ARGUMENT._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]])
+        # Outside of shard_map an array is global, and the same to all devices.
         return [_ARGUMENT] * len(equation.outvars)
 
     def scan(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
@@ -149,6 +150,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
                 for differs, line in operand.divided:
                     if differs & axes:
                         self.quotients[line] = differs & axes
+        # What comes from a neighbor still differs from device to device.
         if kind == "ppermute":
             return fact
         # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
@@ -205,11 +207,13 @@ def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
     out = equation.outvars[0].aval
     if name != "dot_general":
         fact = fact._replace(divided=_union(operand.divided for operand in ins))
+    # By itself no mistake: it becomes one if the quotients are summed over devices whose sums differ.
     if name == "div" and ins[1].total:
         quotient = (ins[1].differs, source_line(equation))
         fact = fact._replace(divided=fact.divided | {quotient})
     has_total = any(operand.total for operand in ins)
     keeps_total = keeps or (name in _SCALE and not out.shape)
+    # A contraction to a scalar of what differs between devices, as of a mask: it counts this device's examples.
     sums_examples = name in _CONTRACTIONS and not out.shape and bool(fact.differs & compat.varying_axes(out))
     fact = fact._replace(total=(has_total and keeps_total) or sums_examples)
     return _with_terms(fact, ins, equation)
@@ -283,6 +287,7 @@ def idle_axes(jaxpr: Any) -> list[Remark]:
                 used |= set(mesh_axes(equation))
             continue
         sizes |= dict(equation.params["mesh"].shape)
+        # What the partitioner does along its axes is not in the trace.
         used |= sizes.keys() - set(compat.manual_axes(equation))
         for spec, variable in zip(equation.params["in_specs"], equation.invars, strict=True):
             used |= all_axes(spec)

@@ -73,6 +73,7 @@ def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Ar
     numbers = jnp.arange(rows, dtype=jnp.uint32)
     if axes and axis_size(axes) > 1:
         numbers = numbers + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)
+    # Over one device no index was added that varies, and the keys must have the type of the examples.
     return vary(fold_keys(key, numbers), axes)
 
 

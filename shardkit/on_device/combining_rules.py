@@ -46,6 +46,7 @@ def argument(pair: Pair, rows: Rows) -> State:
     axes = pair.many.params["axes"]
     if rows.dim in axes:
         return pair.met(f"{pair.name} is taken over the examples")
+    # Of scale 1: an index does not grow with the values among which it was found.
     return Rows(shift_dim(rows.dim, axes), rows.copies)
 
 
@@ -73,6 +74,7 @@ def product(pair: Pair, operands: list[State]) -> State:
         if result is None:
             return pair.met("dot_general multiplies examples by others, or by values that depend on their place")
         results.append(result)
+    # Of `x @ y.T` either side gives rows, along dim 0 and along dim 1: an element belongs to two examples.
     if len(set(results)) > 1:
         return pair.met("dot_general pairs every example with every other")
     return results[0]

@@ -116,6 +116,7 @@ def _of_totals(pair: Pair, operands: list[State]) -> State:
         return scale_total(pair, first, UNKNOWN if divisor == UNKNOWN else 1 / divisor)
     if name in SUMS:
         return _add_totals(pair, operands)
+    # A condition that is the same for all examples chooses one of several totals, which must grow alike.
     if name == "select_n" and isinstance(first, Whole) and first.scale == 1:
         return _add_totals(pair, later)
     return pair.met(f"{name} is applied to a sum over the examples")

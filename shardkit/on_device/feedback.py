@@ -75,6 +75,7 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
     further = tuple(sorted(grad_axes - residual_axes))
     if further:
         grad = all_reduce(grad, further)
+    # Added once. From here on it collects what the reductions leave out.
     zeros = jnp.zeros_like(gradient.residual)
     return gradient._replace(grad=grad + gradient.residual, residual=zeros, to_residual=lambda left_out: left_out)
 
@@ -155,6 +156,7 @@ def sum_by_algorithm(
 
 def collect_residuals(residuals: Any, gradients: Sequence[PartialGradient], divisor: jax.Array) -> Any:
     """The new residuals, stored as the old ones."""
+    # Back in the unit of the final gradient: the weight of the next batch, or its loss scale, may be another.
     remaining = iter([gradient.residual / divisor for gradient in gradients if gradient.residual is not None])
 
     def replace_residual(old: Any) -> Any:

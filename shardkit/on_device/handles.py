@@ -61,6 +61,7 @@ class Handle:
         raise self._misuse()
 
     def __getattr__(self, name: str) -> Any:
+        # Python, jax and numpy ask for such names to learn what an object is, and expect this error.
         if name.startswith("__"):
             raise AttributeError(name)
         raise self._misuse()
@@ -85,6 +86,7 @@ def _refuse(handle: Handle, *_: Any) -> Any:
     raise handle._misuse()
 
 
+# Python looks for operators on the class, past `__getattr__`.
 for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "neg", "getitem", "len", "iter", "float"):
     setattr(Handle, f"__{_name}__", _refuse)
     setattr(Handle, f"__r{_name}__", _refuse)

@@ -91,6 +91,7 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split
             cast.append(x if number in exact else cast_floating(x, compute))
         return cast
 
+    # A trace takes as long as that of the loss itself, and is made only if a weight could be rounded or counted twice.
     needs_trace = bool(leaves.rounded) or (not once and (bool(leaves.whole) or reads))
     if not needs_trace:
         return jax.tree.unflatten(structure, cast_all_but(()))

@@ -29,6 +29,7 @@ def metrics_of(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 def cast_metrics(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The metrics in the output dtype, except for counts and scales."""
+    # bfloat16 counts exactly only up to 256.
     kept = ("weight", "finite", "loss_scale")
     cast = {}
     for name, metric in metrics.items():

@@ -204,8 +204,6 @@ def _sum_by_algorithms(
         for axes, algorithm in layout.sums:
             axes = tuple(axis for axis in axes if axis in unreduced)
             if axes:
-                # With the type in the key: concatenated with a leaf that varies over more axes, a complete one would be
-                # summed there too.
                 groups.setdefault((axes, algorithm, unreduced), []).append(number)
 
     def has_feedback(group: Any) -> bool:

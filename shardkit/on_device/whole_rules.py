@@ -33,6 +33,7 @@ def whole_results(pair: Pair, operands: list[State]) -> list[State]:
 
 def _depends_on_size(pair: Pair, wholes: Sequence[Whole]) -> bool:
     """Whether more examples may change a result, such as the maximum of `arange(n)`, or its last element."""
+    # Of equal elements, as in `ones(n)`, a longer array has the same maximum and the same last element.
     shapes = [variable.aval.shape for variable in pair.few.invars]
     shapes_for_many = [pair.shape(number) for number in range(len(shapes))]
     return shapes != shapes_for_many and any(state.differs for state in wholes)

@@ -45,6 +45,7 @@ def change_axis_types(tree: Any, mesh: Any) -> Any:
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return x
+        # An array on another mesh stays as it is: the step refuses it by name.
         if sharding.mesh == mesh or sharding.mesh.shape != mesh.shape:
             return x
         sharding = NamedSharding(mesh, sharding.spec)

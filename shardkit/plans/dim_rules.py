@@ -41,6 +41,7 @@ def make_dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> Choos
     specs = _specs_by_path(name, axes, rules)
 
     def read_spec(path: str, shape: tuple[int, ...]) -> int | None:
+        # Refused, not left whole: a large leaf that was forgotten would fill the memory of every device.
         if path not in specs:
             _refuse_unknown_leaf(name, path, specs)
         return _find_dim(name, axes, path, shape, specs[path])
@@ -181,6 +182,7 @@ def choose_in_subtree(subtree: str, stack: str) -> ChooseDim:
 
 def is_in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:
     """Whether a leaf is in one of the named subtrees."""
+    # With the dot, since "layers_norm.gain" is no leaf of the subtree "layers".
     return any(path == name or path.startswith(f"{name}.") for name in subtrees)
 
 

@@ -78,6 +78,7 @@ class JitByLayouts:
 
     def _function_for(self, first: Any) -> Any:
         structure = jax.tree.structure(first)
+        # A state with another tree, as one with residuals, has layouts of its own.
         if structure not in self._built:
             plan = record_automatic_splits(self._plan, self._params_of(first), self._manual)
             layouts = jax.tree.map(lambda x: getattr(x, "sharding", None), first)

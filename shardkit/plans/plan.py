@@ -71,6 +71,7 @@ class Plan(NamedTuple):
 
     def accumulate(self) -> Plan:
         """This plan in a step of several microbatches."""
+        # `_complete` reads it: a Split with `once` then waits for the end of the step.
         return self._replace(strategies=tuple(strategy._replace(accumulated=True) for strategy in self.strategies))
 
     @typed
@@ -130,6 +131,8 @@ class Plan(NamedTuple):
         if len(paths) > 8:
             leaves += ", ..."
         for strategy in self.strategies:
+            # With a misspelled name no leaf would be lazy, and nothing would say so: the loss gathers plain arrays as
+            # they are.
             for name in strategy.names:
                 if not any(is_in_subtrees(path, (name,)) for path in paths):
                     raise ValueError(
@@ -168,6 +171,7 @@ class Plan(NamedTuple):
             decisions.append((strategy, split))
             if isinstance(split, str):
                 continue
+            # The next strategy gets the shape of a part, and splits it further.
             shape = _split_shape(shape, split, mesh)
             dims |= {split.dim}
             stack = stack or split.stack
@@ -267,6 +271,8 @@ class Plan(NamedTuple):
                         f"{strategy.name}: the mesh has no axis {axis!r}; its axes are {sized(mesh.shape.items())}. "
                         "Use one of them, or add the axis to make_mesh."
                     )
+            # Rules may name the axes of other strategies. A misspelled one would belong to none, and leave its leaf
+            # whole.
             for path, axis in strategy.rule_axes:
                 if axis not in mesh.shape:
                     raise ValueError(

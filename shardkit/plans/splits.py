@@ -233,6 +233,7 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
     """
     times = {"layer": "layer by layer", "microbatch": "in each microbatch"}
     for split in layout.splits:
+        # A residual is added once per step. In each microbatch it would be added as often as there are microbatches.
         if split.reduce_by.feedback and split.scatter in times:
             raise ValueError(
                 f"{split.reduce_by}: the gradient of a leaf must be reduced once per step; the gradient of leaf "

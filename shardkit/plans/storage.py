@@ -185,6 +185,7 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
     """The inverse of `restore_leaves`: the leaves as they are stored; `storage` has a Storage for each."""
 
     def pad(form: Storage, x: Any) -> Any:
+        # Rows first, then padding: `spec` is that of the stored rows.
         if _must_reorder(form.rows, in_order):
             x = _rows(x, form.rows, -1 in form.rows)
         sizes = padding(x.shape, form.spec, mesh)

@@ -165,11 +165,15 @@ class _Counter:
 
     def _add_gradient(self, layout: LeafLayout, original: tuple[int, ...], by_layer: bool) -> None:
         """Adds the reduce_scatters of a gradient, and notes the all_reduces over the other axes for `add_sums`."""
+        # In the order of the step: what the loss scatters in each microbatch, what is scattered once at the end, then
+        # the sums.
         opened = layout.cuts(gather=("layer",))
         early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
         shape = self._local_shape(original, layout.seen)
         shape = self._add_scatters((*opened, *early), shape, self.accumulate, by_layer)
         shape = self._add_scatters(layout.cuts(scatter=("step",)), shape)
+        # A gradient differs along the axes of the batch, and along those where a strategy says so. Over the axes of the
+        # update the scatters above have summed it.
         update_axes = all_axes(layout.update)
         varying = frozenset(all_axes(self.batch_spec) | set(layout.varies) | update_axes)
         unreduced = sorted(varying - update_axes)

@@ -44,6 +44,7 @@ class Exhaustion:
         """Tries all actions that may come next, after the last action began at `now`."""
         if len(self._ended) == len(self._work.cost):
             self.best = max(self._free)
+            # A dict keeps the order in which its keys were added: that of the begins.
             self.order = list(self._ended)
             return
         self.remaining -= 1

@@ -37,6 +37,7 @@ class Grid:
     def ticks(self) -> dict[Action, int]:
         """The tick of every action, in the order of ticks; in a cell the forward comes first."""
         ticks = {}
+        # In this order each action comes after its inputs, so that `search` may run the keys one after the other.
         for tick in range(max(map(len, self.rows))):
             for row in self.rows:
                 cell = row[tick] if tick < len(row) else ()

@@ -42,6 +42,7 @@ def check(name: str, rows: Rows, placement: StagePlacement) -> None:
     """See `Schedule.check`."""
     checks.one_of(name, "placement", placement, get_args(StagePlacement))
     check_cells(name, rows, placement)
+    # It moves a cell to the right only if an input is not there yet: a table that is right comes back unchanged.
     timed = find_ticks(name, rows)
     for tick in range(len(timed[0])):
         for device, row in enumerate(rows):

@@ -286,8 +286,10 @@ class GreedyRun:
         if back is None or (forward and rule.in_turn and after_backward):
             first = forward
         waiting = self._count_between(device, "I", "W")
+        # A chunk keeps its place until W: some weight gradients now make room for further forwards.
         if first is forward and weight and rule.waiting and waiting > rule.waiting:
             return weight
+        # If it began, an action on which other devices wait would be ready before its end, and be late.
         if first is None and weight and rule.patient and later < now + self._work.cost[weight]:
             return None
         return first or weight

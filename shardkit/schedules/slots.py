@@ -87,7 +87,10 @@ def find_lives(schedule: Grid, saved: bool) -> tuple[Lives, Lives, Lives, Lives]
         if op == "F":
             continue
         if saved:
+            # From the tick of F on, without + 1: F writes its residuals while a backward in the same cell still reads
+            # others.
             residuals[work] = (schedule.ticks[Action(stage, "F", i)], tick)
+        # The first need is this stage's own forward. The second, if there is one, is the backward of the next stage.
         _, *later_stage = schedule.needs(Action(stage, op, i))
         for need in later_stage:
             cotangents[work] = (schedule.ticks[need] + 1, tick)

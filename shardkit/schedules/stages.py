@@ -87,6 +87,7 @@ class Stages(NamedTuple):
                 layer_rows = [starts[stage] + i for i in range(sizes[stage])]
                 padding = [-1] * (longest - sizes[stage])
                 rows += layer_rows + padding
+        # With () every reader leaves the stack as it is, and no rows are moved.
         if rows == list(range(layers)):
             return ()
         return tuple(rows)

@@ -172,6 +172,7 @@ class Actions:
                 gap_begin = begin + self.cost[before]
             earliest = max(gap_begin, ready)
             if earliest + cost <= gap_end + SLACK:
+                # Not the last word: a gap further to the left may fit as well.
                 best = (new, earliest)
             if not new or gap_begin <= ready:
                 break

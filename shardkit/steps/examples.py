@@ -393,6 +393,7 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
             terms = examples.compute(params, carried, *part)
             return {name: sum_means(terms[name], axes) for name in names}
 
+        # One after the other, by a program that is compiled once for both parts.
         apart = jax.lax.map(sum_terms, jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second))
         together = sum_terms(whole_batch)
         results = {}

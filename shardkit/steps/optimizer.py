@@ -97,6 +97,7 @@ def _is_of_its_arguments(error: BaseException) -> bool:
     for frame, _ in walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
         packages.append(module.split(".")[0])
+    # Raised by the call itself: Python could not bind the arguments.
     if len(packages) == 1:
         return True
     outside_jax = [package for package in packages if package not in ("jax", "jaxlib")]

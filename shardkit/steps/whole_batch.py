@@ -93,6 +93,7 @@ class LossOfWholeBatch(NamedTuple):
 
     def compare(self, metrics: Any) -> None:
         """Warns if the loss of the first step is another."""
+        # With steps= a metric has a number for each step, and the first step is the one that was computed again.
         loss = float(np.ravel(np.asarray(metrics["loss"], np.float32))[0])
         if not np.isfinite(loss) or not np.isfinite(self.loss):
             return

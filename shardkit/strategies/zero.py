@@ -94,6 +94,7 @@ def zero1(
     options = _Options("zero1", axis, layerwise, min_size, rules, uneven, gather, reduce)
     # With several microbatches a gradient scattered in the backward pass would be sent in each of them: `once` leaves
     # it whole until the end of the step.
+    # Gathered after the update, and not before the next loss: the state is to hold whole parameters.
     return _make_plan(options, rank=2, once=True, eager=_Times("update", "step"), lazy=_Times("update", "layer"))
 
 
@@ -197,6 +198,8 @@ def fsdp(
     """
     fast_axes = () if secondary is None else axis_names("fsdp", secondary)
     axes = axis_names("fsdp", axis)
+    # With all axes there is nothing to gather first and keep: that is fsdp as it is. Without layerwise no backward pass
+    # gathers again.
     if fast_axes and (not set(fast_axes) < set(axes) or not layerwise):
         raise ValueError(
             "fsdp: secondary must be some of the axes, and not all, for the weights that layerwise names; got "
@@ -320,6 +323,7 @@ def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf
 
     A device holds [4, 64, 8, 64], and a layer gathers [64, 8, 64] to [512, 8, 64].
     """
+    # The reasons are printed as they are, in the last column of `describe(plan, params)`.
     if leaf.ways == 1:
         return "the axis has one device"
     if not leaf.shape:
@@ -392,4 +396,6 @@ def _price(leaf: Leaf, first: int, dim: int) -> tuple[bool, float, bool, bool, i
     # last dim of a stack, parts are less contiguous: on CPU a reduce_scatter takes 1.4 times as long.
     in_the_middle = first < dim < len(leaf.shape) - 2
     last_of_a_stack = 2 <= dim == len(leaf.shape) - 1
+    # The dearest first. A dim that the partitioner splits is gathered by it before each collective. Rows of zeros are
+    # stored and sent. Then the two above. Of the dims that are left, the one with the most rows.
     return dim in leaf.automatic, padded / rows, in_the_middle, last_of_a_stack, -rows

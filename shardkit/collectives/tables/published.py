@@ -146,6 +146,7 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
     step = 0
     for distance, offsets in _list_pat_steps(power, limit):
         used_offsets = [offset for offset in offsets if offset + distance < n]
+        # If n is no power of two, nothing is left to send in some steps.
         if not used_offsets:
             continue
         for d, offset in product(range(n), used_offsets):
@@ -167,6 +168,7 @@ def _list_pat_steps(power: int, limit: int) -> Iterator[tuple[int, range]]:
         distance //= 2
         yield distance, range(0, power, 2 * distance)
     for place in _walk_binomial_tree(group):
+        # Place 6 = 4 + 2 gets its chunk from place 4, over the distance 2.
         distance = place & -place
         yield distance, range(place - distance, power, group)
 
@@ -175,6 +177,7 @@ def _walk_binomial_tree(size: int) -> Iterator[int]:
     """The places 1 to size - 1 of a binomial tree, each after the one from which it gets its chunk."""
     if size <= 1:
         return
+    # Of 8 places: 4, 6, 7, 5, 2, 3, 1.
     half = size // 2
     yield half
     for place in _walk_binomial_tree(half):
