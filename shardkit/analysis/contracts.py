@@ -219,6 +219,7 @@ def differences(rows: Sequence[CensusRow | CompiledRow], expected: Sequence[Coll
             if contract.sent is None:
                 actual = actual._replace(sent=None)
             lines.append(f"- expected {contract}; found {actual}{_list_places(group)}")
+    # What no contract has taken out.
     for (kind, axes), group in sorted(groups.items()):
         lines.append(f"- not expected: {_add_up(kind, axes, group)}{_list_places(group)}")
     return lines
@@ -256,6 +257,7 @@ def at_least_as_wide(sums: str, expected: Any) -> bool:
     """Whether a sum in this dtype loses no more than one in the other; integers are added exactly."""
     if not jnp.issubdtype(sums, jnp.inexact):
         return True
+    # More bits, and not as many: neither of bfloat16 and float16 has all numbers of the other.
     return jnp.dtype(sums) == jnp.dtype(expected) or jnp.finfo(sums).bits > jnp.finfo(expected).bits
 
 

@@ -105,6 +105,7 @@ class Audit:
             OtherFormatError: a ValueError; another version wrote it.
         """
         data: dict[str, Any] = json.loads(text)
+        # These figures are computed again from the others.
         data.pop("derived")
         version = data.pop("format")
         if version != FORMAT:

@@ -91,7 +91,7 @@ class Need(NamedTuple):
     def met(self) -> bool:
         """Whether the package is there, in one of the versions."""
         needed = Requirement(f"{self.package}{self.versions}").specifier
-        # Without prereleases=True, an installed 0.13.0rc1 would not meet ">=0.10".
+        # By default, versions of `packaging` differ in whether an installed 0.13.0rc1 meets ">=0.10".
         return self.version is not None and needed.contains(self.version, prereleases=True)
 
     def __str__(self) -> str:

@@ -111,6 +111,7 @@ def advise(
         proposals = _propose(layout, most_chips, partial(_rank_estimates, model, job))
     # The more sequences a microbatch has the more memory it takes, so that the largest that fits is found by bisection.
     fill = partial(_fill_target, model, layout, chip, sequence)
+    # The index of the first size that does not fit. Sizes begin with 1, so that it is also the largest that fits, or 0.
     local = bisect_left(range(1, _MOST), True, key=lambda local: not fill(local).fits)
     filled = fill(local) if local else None
     return Advice(first, tuple(proposals), local * layout.parts, filled)

@@ -57,8 +57,8 @@ def _locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
         if ways == 1:
             return Group()
         side = layout.chips ** (1 / chip.torus)
-        # A cube of 64 chips has the side 3.9999999999999996 in floats. Without the 1e-9, 4 ways would extend along two
-        # dims.
+        # Without the 1e-9, a logarithm that is off in its last digit, as 3.0000000000000004 for 3, would make a dim
+        # more.
         dims = math.ceil(math.log(ways, side) - 1e-9)
         return Group(dims=min(dims, chip.torus))
     if stride * ways <= chip.host:

@@ -39,6 +39,7 @@ from shardkit.steps.carry import Carried, check_carried, reads_carried
 from shardkit.steps.state import TrainState
 
 _REPLICATED = PartitionSpec()
+# Leaves in the text: one NaN often reaches all gradients of a model.
 _PRINTED = 40
 
 

@@ -95,6 +95,7 @@ def emulate(
         check_kind("emulate", "args", args, (ARRAYS,))
         specs = tuple(_list_specs("in_specs", in_specs, args))
         leaves = _list_leaves(args, specs, mesh)
+        # A call that raised has left its notes here.
         unequal.clear()
         out = run_all_devices(leaves, specs, jax.tree.structure(args))
         jax.effects_barrier()  # the callbacks that find unequal values have run

@@ -137,6 +137,7 @@ def write_field(number: int, value: int | bytes) -> bytes:
 def _write_varint(value: int) -> bytes:
     data = bytearray()
     while value >= 128:
+        # Seven bits a byte, the lowest first. The eighth bit says that another byte follows.
         data.append(value & 127 | 128)
         value >>= 7
     data.append(value)

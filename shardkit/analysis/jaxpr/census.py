@@ -367,6 +367,7 @@ def _find_sum_dtype(site: Site, kind: str) -> str:
     if not adds:
         return ""
     dtypes = [v.aval.dtype for v in site.equation.invars]
+    # Of several arrays in one psum the floats decide, because integers are added exactly.
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     return str(min(floats or dtypes, key=lambda dtype: dtype.itemsize, default=""))
 

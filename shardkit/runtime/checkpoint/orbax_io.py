@@ -112,6 +112,7 @@ def _make_handler(v1: Any, writes: list[Any], complete: Callable[[], None]) -> t
 
     async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
         saving = await base.save(self, directory, checkpointable)
+        # orbax does not promise this attribute. Without it a guard sees less of a save, which is the same.
         writes.extend(getattr(saving, "commit_futures", None) or ())
 
         async def finish() -> None:
