@@ -40,6 +40,7 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
         texts.append(text)
         entries.append({"kind": kind, "times": times, "groups": groups})
     if hops is None:
+        # The program is a loop of `calls` calls, and the census counts all of them.
         hops = sum(_count_hops(row) for row in written.rows) // calls
     chip_name = None
     chip_us = None

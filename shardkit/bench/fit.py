@@ -84,6 +84,7 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         column = shares[:, positive]
         solution = np.zeros(2)
         solution[positive] = column.sum() / np.square(column).sum()
+    # Each row was divided by its time, so that this is (fitted - measured) / measured.
     residual = float(np.sqrt(np.mean(np.square(shares @ solution - 1))))
     latency, slope = map(float, solution)
     bandwidth = math.inf

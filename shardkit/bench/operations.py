@@ -232,6 +232,7 @@ _ALL_REDUCE = {
     "ring": Way(ring.all_reduce, _SUMS),
     "bidirectional": Way(partial(ring.all_reduce, bidirectional=True), _SUMS, hops=_two_half_rings_hops),
     "hierarchical": Way(_over_two_levels(hierarchical.all_reduce), _SUMS, levels=2),
+    # From 0 bytes on, which is always: a reduce_scatter, then an all_gather.
     "two_step": Way(partial(c.all_reduce_tree, scatter_from=0), _SUMS),
     "deterministic": Way(_deterministic_all_reduce, _SUMS, floating=True),
     "leaves": Way(_by_leaves(c.all_reduce)),

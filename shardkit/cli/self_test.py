@@ -77,6 +77,7 @@ def _run_kernel(kernel: Callable[[jax.Array], jax.Array], array: jax.Array, mesh
         return sk.vary(kernel(x), axis)
 
     run = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec))
+    # A shard that is the whole array, as on a single device, has None as its start.
     shards = sorted(run(array).addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return [np.asarray(shard.data) for shard in shards]
 

@@ -97,6 +97,7 @@ def list_collectives(jaxpr: Any) -> tuple[list[WireCase], tuple[str, ...]]:
             unchecked[f"{site.name} over {quoted(mesh_axes(equation))}"] = None
             continue
         mesh, check_vma = _find_mesh(site)
+        # A psum of several arrays at once is checked array by array.
         for operand in equation.invars:
             case = WireCase(equation.primitive, equation.params, operand.aval, mesh, check_vma)
             if not _find_largest_integer(case.aval.dtype):
@@ -241,6 +242,7 @@ def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, n
         case "broadcast":
             return send(members[params["source"]])
     # A ppermute: its pairs name devices by their index along the axes. It has no groups, so that rank is this index.
+    # -1 stays where no device sends to: jax gives zeros there.
     sources = np.full(count, -1)
     for source, target in params["perm"]:
         sources[target] = source
@@ -265,6 +267,7 @@ def _find_group(case: WireCase, device: jax.Array) -> tuple[jax.Array, jax.Array
     offsets = np.zeros(1, np.int32)
     for name in case.axes:
         coordinate = (device // strides[name]) % sizes[name]
+        # As the digits of a number: data 1 and model 2, of sizes 2 and 4, are 1 * 4 + 2 = 6.
         index = index * sizes[name] + coordinate
         first = first - coordinate * strides[name]
         offsets_along_axis = np.arange(sizes[name], dtype=np.int32) * strides[name]
@@ -293,6 +296,7 @@ def _join(pieces: jax.Array, dim: int, tiled: bool) -> jax.Array:
     stacked = jnp.moveaxis(pieces, 0, dim)
     if not tiled:
         return stacked
+    # The number of the piece stands directly before its rows, so that a reshape joins them.
     count, size = stacked.shape[dim : dim + 2]
     shape = (*stacked.shape[:dim], count * size, *stacked.shape[dim + 2 :])
     return stacked.reshape(shape)

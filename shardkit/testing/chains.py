@@ -179,6 +179,7 @@ def _apply_op(state: BlockState, op: Op, n: int) -> BlockState:
         shape[options["split_dim"]] //= n
         shape[options["concat_dim"]] *= n
     elif op.kernel == "halo_exchange":
+        # One row before and one behind, as `halo_exchange` has by default.
         shape[options["dim"]] += 2
     if options.get("op") in ("sum", "mean"):
         bits += math.log2(n)

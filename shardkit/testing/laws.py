@@ -136,6 +136,7 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
             row = row_of(site)
             if row.n > 1:
                 rows.append(row)
+    # The trace of a call has all of its steps, and the closed form is that of one.
     steps = program.row.steps or 1
     differences = _list_differences(rows, _count_plan_traffic(program), steps)
     if not differences:

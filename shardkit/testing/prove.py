@@ -203,6 +203,7 @@ def raise_broken(verdicts: Sequence[Verdict], laws: Sequence[Law]) -> None:
         # The verdicts stand row by row, one for each law.
         row, law = divmod(verdicts.index(broken[0]), len(laws))
         name = broken[0].law
+        # By identity, because a law of the user's may have the name of one of the kit's.
         if laws[law] is getattr(builtin_laws, name, None):
             name = f"sk.testing.laws.{name}"
         message += f"\nTo run the first of these alone, pass rows=[rows[{row}]] and laws=[{name}]."

@@ -256,6 +256,7 @@ def _add(blocks: Blocks, op: str, xp: Any) -> Any:
     total = reduce(xp.add, [_count_bools(block, xp) for block in blocks])
     if op == "sum":
         return total
+    # A mean of integers is float32 on the mesh, where numpy would make it float64.
     if total.dtype == np.int32:
         total = total.astype(xp.float32)
     return total / xp.asarray(len(blocks), total.dtype)

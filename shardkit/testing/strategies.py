@@ -178,6 +178,7 @@ def sharded_arrays(
     for dim, axes in enumerate(spec_axes(spec)):
         shape[dim] *= math.prod(sizes[axis] for axis in axes)
     dtype = draw(st.sampled_from(list(dtypes)))
+    # Values come from a seed. If hypothesis drew each of them, it would try to shrink each of them too.
     rng = np.random.default_rng(draw(st.integers(0, 9)))
     if jnp.issubdtype(dtype, jnp.floating) and not integer_valued:
         return ShardedArray(rng.normal(size=shape).astype(jnp.dtype(dtype)), spec, sizes)
