@@ -262,8 +262,8 @@ def _diagnose(grads: Any, expected: Any, sizes: dict[str, int], relative: float)
             text = f"have shape {x.shape[local_dims]} on each device where the parameters have {y.shape[local_dims]}"
             mistakes.append(_Mistake(path_name(path), sizes, text))
             continue
-        # Where the true gradient of a leaf is zero, as of a bias before a softmax, the leaf holds rounding alone. A
-        # share of the largest gradient allows for it.
+        # Where the true gradient of a leaf is zero, as of a shift of all logits, the leaf holds rounding alone. A share
+        # of the largest gradient allows for it.
         allowed = relative * max(magnitude(y), 1e-3 * overall)
         if np.max(distance(x, y), initial=0.0) > allowed:
             mistakes.append(_Mistake(path_name(path), sizes, _describe_mistake(x, y, sizes, relative)))
