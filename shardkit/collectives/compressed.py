@@ -286,6 +286,7 @@ def all_reduce(
                 rounding = total - totals[axis_index(names)]
                 remainder = _add_to_own_chunk(remainder, rounding, names)
             else:
+                # Cast before it is sent: a bfloat16 leaf is gathered in bfloat16, and not in the float32 of its sum.
                 totals = basic.gather_array(total.astype(leaf.dtype)[None], names, 0, replicated=True)
             return restore(totals), restore(remainder)
 

@@ -146,6 +146,7 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
     jax_order = _order_by_jax(devices, axes, coordinates)
     used = []
     for load in loads:
+        # What sends nothing has no say in the order.
         if load.sent and math.prod(axes[axis] for axis in load.axes) > 1:
             used.append(load)
     search = _Search(network, axes, used)
@@ -213,6 +214,7 @@ class _Search:
         """The order of the devices: each axis walks through its factors in short steps."""
         for factors in self.factorizations:
             self._assign({}, factors, 0.0)
+        # An axis of size 1 has no factors.
         return _locate(self.network, tuple(self.chosen.get(axis, ()) for axis in self.names))
 
     def _assign(self, chosen: dict[str, _Factors], free: _Factors, seconds: float) -> None:
@@ -243,6 +245,7 @@ class _Search:
         """Seconds of the loads whose axes all have factors now that this axis has."""
         for load in self.loads:
             used = self.axes.keys() & set(load.axes)
+            # Each load counts once: when the last of its axes gets factors.
             if axis in used and used <= chosen.keys():
                 yield self._time(load, tuple(chosen[name] for name in load.axes if name in chosen))
 
@@ -258,6 +261,7 @@ class _Search:
 
     def _time(self, load: Load, factors: tuple[_Factors, ...]) -> float:
         if load.kind != "ppermute":  # the order inside a group does not matter
+            # Sorted, so that two axes have one entry in the cache, whichever of them got which factors.
             factors = (tuple(sorted(chain(*factors))),)
         return load.sent * _time_byte(self.network, load.kind, factors, load.moves)
 

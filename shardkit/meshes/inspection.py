@@ -107,6 +107,7 @@ def draw_array(x: Any) -> DeviceGrid:
     # In the order of ids: a cell then reads 0,4 and not 4,0.
     for device in sorted(spans, key=lambda device: device.id):
         index = tuple(pieces[dim].index(spans[device][dim]) for dim in shown)
+        # Devices that hold the same piece share a cell.
         cells[index] = (*cells.get(index, ()), device.id)
     labels = []
     for dim in shown:

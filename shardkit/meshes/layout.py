@@ -174,6 +174,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
             entries.append(axes)
         else:
             entries.append(axes[0] if axes else None)
+    # P(("data",), None) becomes P("data"), and so does P("data", ()).
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)

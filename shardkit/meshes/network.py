@@ -339,6 +339,7 @@ def _find_line(groups: np.ndarray, dim: int, count: int) -> tuple[np.ndarray, np
     """The positions of each group along a dimension, [groups, positions], and the number of each member's position."""
     # In a box each position stands members / count times among the sorted ones: with that stride each is taken once.
     positions = np.sort(groups[:, :, dim], axis=1)[:, :: groups.shape[1] // count]
+    # So many positions stand before that of a member: [groups, members].
     numbers = (positions[:, None, :] < groups[:, :, dim, None]).sum(axis=2)
     return positions, numbers
 
@@ -359,6 +360,7 @@ def _add_ring(
         np.add.at(load[0], tuple(groups[senders].T), sent)
         return
     positions, numbers = _find_line(groups, dim, count)
+    # [groups, positions]: from each position to the next of its group, round the ring.
     gaps = (np.roll(positions, -1, axis=1) - positions) % size
     is_ring = (gaps == gaps[:, :1]).all(axis=1) & wrap
     # A line leaves out the longest gap of the ring. Every piece goes from its source to both ends.
@@ -409,6 +411,7 @@ def _send_along(
     amount = amount * np.where(half_way, 0.5, 1.0)
     for direction, sign in enumerate((1, -1)):
         distances = np.where(half_way, np.abs(steps), np.maximum(sign * steps, 0))
+        # Link by link: a message over three devices loads each of the three links on its way.
         for step in range(int(distances.max(initial=0))):
             passing = distances > step
             link = sources[passing]

@@ -96,6 +96,8 @@ def _threads_wanted(environ: Mapping[str, str]) -> int:
 def warn_if_few_threads(n: int, stacklevel: int) -> None:
     """Warns if steps over `n` CPU devices, dispatched asynchronously, can deadlock."""
     try:
+        # Linux names each thread of a process there. Elsewhere the folder is missing, and the number of threads is
+        # estimated.
         names = Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     except OSError:
         names = Counter()

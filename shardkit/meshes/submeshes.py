@@ -43,6 +43,7 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
         raise ValueError(
             f"submeshes: the mesh must have devices; got abstract {sized(mesh.shape.items())}. Pass sk.make_mesh(...)."
         )
+    # np.split leaves the axis there, with size 1.
     slices = np.split(mesh.devices, mesh.shape[axis], mesh.axis_names.index(axis))
     return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
 

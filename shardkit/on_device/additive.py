@@ -103,6 +103,7 @@ def _not_additive(total: State, weight: State) -> Met | None:
             return state
         if isinstance(state, Rows):  # a scalar has no rows but those of a loop's one example
             return Met("a value of one example is used for all examples", "")
+    # A loss of zero is zero on every mesh, whatever its weight.
     if isinstance(total, Whole) and total.zero:
         return None
     if UNKNOWN in (_growth(total), _growth(weight)):
@@ -191,6 +192,7 @@ class _LossReader:
         """Notes an equation by which the loss sends over the batch axes, or asks for the index; whether it is one."""
         axes = self.batch_axes & frozenset(mesh_axes(equation))
         is_collective = kind_of(equation) is not None
+        # What a plan sends of its own leaves, as a gather of a layer's weights, is right whatever the loss is.
         is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
         if not axes or not (is_of_the_loss or equation.primitive.name == "axis_index"):
             return False
@@ -377,6 +379,7 @@ def _slice_of(state: State) -> State:
             return replace(state, dim=state.dim - 1)
         if state.dim == EACH_TURN:
             return state
+        # The scan goes along the examples: in each turn it has one of them.
         return Rows(EACH_TURN, scale=state.scale)
     if isinstance(state, Whole):
         index = state.index - 1 if state.index else None

@@ -104,6 +104,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     def differentiate(params: Any, scale: Any, *args: Any) -> Gradients:
         """The loss, the auxiliary means, and the gradients of `scale` times the total."""
         leaves = TrainedLeaves(parts(params), trained)
+        # Of these only carried state may have lazy leaves. It is not differentiated, so they can be opened here.
         args = tuple(open_entries(arg) for arg in args)
 
         def objective(values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:

@@ -147,6 +147,7 @@ Sum.__array_ufunc__ = None  # type: ignore[attr-defined]
 
 def check_factor(factor: Any) -> Any:
     """What a Mean is multiplied or divided by; refuses anything but a real number or an array of them."""
+    # jax takes a Python integer for an int32, which would overflow.
     if isinstance(factor, int) and abs(factor) >= 2**31:
         factor = to_array(factor)
     if not is_real(dtype_of(factor)):
@@ -194,6 +195,7 @@ def terms_of(loss: Any) -> tuple[Any, ...]:
 
 def largest_weight(loss: Any) -> jax.Array:
     """The weight by which a loss's gradient is still to be divided: the only one, or the largest of a sum of Means."""
+    # For a sum of Means `combine_terms` has multiplied each total by this weight over its own.
     return reduce(jnp.maximum, [mean.weight for mean in terms_of(loss)])
 
 

@@ -65,5 +65,6 @@ def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str
     flat = jax.vmap(lambda run: ravel_pytree(run)[0])(means)  # [runs, numbers]
     _, restore = ravel_pytree(jax.tree.map(lambda x: x[0], means))
     if axes:
+        # In the order of the gradients' sums: by a plain all_reduce the loss would have other bits on each mesh.
         return restore(all_reduce(flat, axes, deterministic=True))
     return restore(sum_pairwise(flat))

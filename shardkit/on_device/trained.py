@@ -110,6 +110,7 @@ def _flags_of(tree: Any, trained: Any) -> list[bool]:
         return jax.tree.map(lambda _: flag, subtree)
 
     try:
+        # `trained` first: jax lets the first tree be a prefix of the others.
         return jax.tree.leaves(jax.tree.map(repeat, trained, tree))
     except ValueError as error:
         ours = jax.tree.structure(trained)

@@ -45,6 +45,7 @@ def make_plan_table(plan: str, leaves: Iterable[LeafRow], mesh: Mesh) -> PlanTab
     for leaf in leaves:
         shape = tuple(jnp.shape(leaf.leaf))
         stored = stored_shape(shape, leaf.layout.rows)
+        # With the partitioner's axes, unlike `layout.rest`: the bytes are those of one device.
         rest = leaf.layout.at_rest().spec
         update = leaf.layout.in_update().spec
         rest_bytes = _bytes(stored, rest, mesh, leaf.leaf)

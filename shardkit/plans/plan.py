@@ -187,6 +187,8 @@ class Plan(NamedTuple):
         if isinstance(answer, str) or answer is None:
             return answer or "left whole"
         dim = dim_of(f"{strategy.name}: leaf {path}", answer.dim, ndim)
+        # The gradient of a gathered weight has the shape of the whole: something must bring it back to that of the
+        # part.
         if (answer.gather == "never") != (answer.scatter == "never"):
             raise ValueError(
                 f"{strategy.name}: a split must gather the weight and scatter its gradient, or neither; got "
@@ -210,6 +212,7 @@ class Plan(NamedTuple):
     def table(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> PlanTable:
         """The lines of `describe`, as rows."""
         mesh = mesh or mesh_of(params)
+        # As `init` reads them: how the partitioner splits a leaf is known from the array alone.
         plan = record_automatic_splits(self, params, manual_axes("describe", manual, self, mesh))
         layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
@@ -383,10 +386,12 @@ def strategy(
     """
     axes = axis_names(name, axis)
     at_least(name, 0, rank=rank, batch_dim=batch_dim)
+    # Only whether it runs over these axes: which of its kernels are needed depends on the leaves.
     for algorithm in (gather, reduce):
         if algorithm.fits:
             algorithm.fits(name, axes)
     rule_axes = axes_of_rules(name, axes, rules)
+    # A leaf that the specs split must be among the parameters, as one that the user names must.
     paths = [path for path, rule_axis in rule_axes if rule_axis in axes]
     part = Strategy(
         f"{name}({quoted(axes)})",

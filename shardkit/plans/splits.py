@@ -208,6 +208,8 @@ class LeafLayout(NamedTuple):
             if split.gather not in gather or split.scatter not in scatter:
                 continue
             for cut in split.cuts:
+                # Each cut knows the partitioner's dims, so that its collective can run on the partitioner's parts
+                # (`in_parts`).
                 _add_cut(cuts, cut._replace(automatic=automatic))
         return tuple(cuts)
 
@@ -296,6 +298,7 @@ def align_times(splits: Iterable[Split]) -> tuple[Split, ...]:
         if split.gather == "step" and split.dim in layer_dims:
             aligned[number] = split._replace(gather="layer", scatter="layer")
     for number, split in enumerate(aligned):
+        # After the loop above, which may have moved a scatter into the layer.
         if split.scatter == "never":
             continue
         earliest: Scatter = split.scatter

@@ -214,6 +214,7 @@ class _Counter:
             )
         sizes = {}
         for axis in axes:
+            # As in the step: over one device no collective is traced.
             if self.mesh.shape[axis] > 1:
                 sizes[axis] = self.mesh.shape[axis]
         if not sizes:
@@ -235,6 +236,8 @@ class _Counter:
     ) -> tuple[int, ...]:
         """Adds gathers, the last cut first; returns the shape after them."""
         for cut in reversed(cuts):
+            # A stack [4 layers, 8, 6] is opened by four messages of 48 elements: by some algorithms a message is padded
+            # or scaled by itself, and the bytes of one large message would be others.
             messages = shape[0] if by_layer else 1
             elements = [math.prod(shape) // max(messages, 1)]
             self._add(part, cut.gather_by, "all_gather", elements, itemsize, cut.axes, times * messages)

@@ -56,6 +56,7 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
         warm_up = (chunks - 1) * p + 2 * later_devices if chunks > 1 else later_devices
         warm_up = min(warm_up, len(turns))
         order = forwards[:warm_up]
+        # The backwards lag behind by the warm-up: those that find no forward are the drain below.
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
             order += [forward, backward]
         order += backwards[len(turns) - warm_up :]

@@ -118,6 +118,7 @@ def _search_placement(work: Actions, places: int, bound: float, best: _Candidate
     rows_by_makespan: dict[float, Timed] = {}  # orders with the same makespan are mostly the same order
     for rows in _try_orders(work, places):
         rows_by_makespan.setdefault(work.find_makespan(rows), rows)
+        # No further rule can be faster.
         if min(rows_by_makespan) <= bound:
             break
     for makespan in sorted(rows_by_makespan)[:_TIGHTENED]:
@@ -226,6 +227,7 @@ class GreedyRun:
                 asleep.add(device)
             else:
                 heappush(free, (self._begin(device, action, time), device))
+                # Only devices that may have waited for this action: the others would ask in vain.
                 for following, _ in self._work.needed[action]:
                     waiting = self._work.device[following.stage]
                     if waiting in asleep:

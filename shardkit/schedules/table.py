@@ -208,6 +208,8 @@ def _find_ends(schedule: Grid) -> np.ndarray:
     """See `Table.ends`."""
     last_stage = max(action.stage for action in schedule.ticks)
     has_backward = any(action.op in "BI" for action in schedule.ticks)
+    # In training the head runs with the backward of the last stage, which needs its cotangent; in an evaluation with
+    # the forward.
     head_ops = "BI" if has_backward else "F"
     ends = np.full((_count_ticks(schedule), len(ENDS)), -1, np.int32)
     for (stage, op, i), tick in schedule.ticks.items():

@@ -25,6 +25,7 @@ def parse_v_order(device: int, devices: int, words: Iterable[str]) -> list[Cell]
     def make_action(op: str, chunk: str = "") -> Action:
         if op == "W":
             return waiting.popleft()._replace(op="W")
+        # B and I share a count: a backward is whole or split, and the next one is of the next microbatch either way.
         count = forwards if op == "F" else backwards
         action = Action(stages[chunk], op, count[chunk])
         count[chunk] += 1

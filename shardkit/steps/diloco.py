@@ -140,6 +140,8 @@ class Diloco:
         def init_outer(fragment: dict[str, jax.Array]) -> Any:
             return self._pin_outer(self.outer.init(fragment), fragment, worker_params)
 
+        # An outer state for each fragment: they are exchanged in different steps, and each has taken its own number of
+        # updates.
         outer = [init_outer(_take_members(arrays, members)) for members in self._fragments(worker_params)]
         return DilocoState(tuple(workers), replace_arrays(worker_params, arrays), tuple(outer))
 
@@ -232,6 +234,7 @@ class Diloco:
             row_specs = self._row_specs(params)
             arrays = collect_arrays(params)
             before = _take_members(arrays, members)
+            # On arrays over the whole mesh: along the slow axis all devices compute the same, and nothing is sent.
             updates, outer = self.outer.update(moved, outer, before)
             arrays = arrays | _set_members(arrays, members, optax.apply_updates(before, updates))
 

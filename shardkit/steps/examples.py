@@ -500,6 +500,8 @@ def sum_means(means: tuple[Any, ...], axes: tuple[str, ...]) -> jax.Array:
             columns.append(vary(x.astype(jnp.float32).reshape(-1), part_axes))
         pair = jnp.stack(columns, axis=-1)
         if part_axes:
+            # Over the axes that are not compared, as a tp axis or a pipeline's: there a device may have a part of the
+            # loss. Along `axes` each keeps the loss of its own examples, which is what is compared.
             pair = all_reduce(pair, part_axes)
         pairs.append(vary(pair, axes))
     return jnp.concatenate(pairs)

@@ -267,6 +267,7 @@ def _make_plan(
             times.scatter,
             once=once,
             pad=options.uneven == "pad",
+            # In a list of layers a leaf is no stack, and other strategies may split its dim 0.
             stack=is_stacked(leaf.path, options.layerwise),
             secondary=secondary,
         )

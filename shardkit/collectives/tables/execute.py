@@ -82,9 +82,11 @@ def _all_gather(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
 def _reduce_scatter(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[n, ...] -> [...]`"""
     chunks_of_piece = table.chunks // table.devices
+    # [n, ...] to [n, chunks of a piece, ...]: each piece is padded by itself, so that no chunk has elements of two.
     chunks = jax.vmap(partial(_split_into_chunks, count=chunks_of_piece))(x)
     buffer = _append_scratch_rows(chunks.reshape(table.chunks, *chunks.shape[2:]), table)
     buffer = run_steps(buffer, names, table)
+    # Only this device's own chunks are complete sums; the others are what it has passed on.
     sums = lax.dynamic_slice_in_dim(buffer, axis_index(names) * chunks_of_piece, chunks_of_piece)
     return _join_chunks(sums[None], x.shape[1:])[0]
 

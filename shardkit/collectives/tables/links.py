@@ -99,6 +99,7 @@ def time_steps(steps: Sequence[Sequence[Message]], links: Bandwidths, chunk_byte
         transfer = 0.0  # of the link that takes longest: all links send at once
         for link, load in loads.items():
             transfer = max(transfer, load / links[link])
+        # Latency for each link of the longest way, and the time that the busiest link needs for all its bytes.
         seconds.append(latency * longest + transfer)
     return LinkTimes(sum(seconds), tuple(seconds), tuple(busiest))
 
@@ -154,6 +155,7 @@ def _find_route(links: Bandwidths, source: int, target: int) -> _Route:
 
     From corner to corner of a 2 x 2 grid, 0 to 3: half of the bytes over 0-1 and 1-3, half over 0-2 and 2-3.
     """
+    # A link may go one way alone: the hops to the target are counted along the reversed links.
     reversed_links = [(end, start) for start, end in links]
     hops_to_target = _count_hops(reversed_links, target)
     shares: defaultdict[DevicePair, float] = defaultdict(float)

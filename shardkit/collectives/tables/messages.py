@@ -90,6 +90,7 @@ def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Messa
     for (reduce, count), pairs in pairs_of.items():
         for matching in split_into_matchings(pairs, devices):
             sent_rows = np.zeros((devices, count), np.int32)
+            # Rows after the last chunk, unless something arrives: all devices store, and these rows are never read.
             stored_rows = np.tile(chunks + np.arange(count, dtype=np.int32), (devices, 1))
             for source, target in matching:
                 rows = sorted(chunks_of[(source, target), reduce])
@@ -118,6 +119,7 @@ def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair
         source, target = pair
         return (target - source) % devices, pair
 
+    # Pairs of one distance come one after the other, and fill a part together: a shift round the ring is one ppermute.
     for source, target in sorted(pairs, key=distance_first):
         free_at_source = _find_free_part(target_of[source])
         free_at_target = _find_free_part(source_of[target])
