@@ -123,6 +123,7 @@ class Groups(NamedTuple):
 
     def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
         """The factor on the gradients inside the GradFn, which the compiler cannot take for a constant."""
+        # A step is never below 0, but the compiler cannot know it.
         return jnp.where(step < 0, 0.0, scale)
 
     def sum_examples(
@@ -174,6 +175,7 @@ class Groups(NamedTuple):
             inputs, old = carry
             return jax.tree.map(jnp.zeros_like, inputs), update(inputs, old)
 
+        # Always one turn, again unknown to the compiler: with the constant 1 it would inline the body.
         _, new = lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (inputs, old))
         return new
 

@@ -98,6 +98,7 @@ def local_terms(
     """
 
     def terms_of_batch(batch: Any) -> dict[str, tuple[Any, ...]]:
+        # Losses alone are compared: a backward pass would take most of the time, and send what nobody reads.
         with loss_alone():
             loss, aux, _ = grad_fn(params, batch, keys)
         return terms_by_name({"loss": loss, **aux})

@@ -240,8 +240,8 @@ def check_storage(where: str, tree: Any, storage: Any, mesh: Mesh) -> None:
     for (path, x), form in zip(leaves, jax.tree.leaves(storage), strict=True):
         sizes = padding(stored_shape(x.shape, form.rows), form.spec, mesh)
         actual = (x.sizes, x.rows) if is_padded(x) else ((), ())
-        # Compared before the leaf is used: with the padding of another plan its shape would fit no spec, and jax's
-        # error names neither the leaf nor the plan.
+        # A stack in the order of another plan's stages may have the right shape: its layers would run in the wrong
+        # order, and nothing would say so.
         if actual != (sizes, form.rows):
             raise ValueError(
                 f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored "

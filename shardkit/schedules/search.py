@@ -146,8 +146,8 @@ def _try_orders(work: Actions, places: int) -> Iterator[Timed]:
         for row in rows:
             actions = [action for _, action in row]
             peak = max(peak, count_peak(actions))
-        # The published orders know of no cap. Those that would need more memory are left out here; a greedy run keeps
-        # to the cap by itself.
+        # ZB-H1 and ZB-V know of no cap, and a repeating order keeps to it on average alone: those with a higher peak
+        # are left out here. A greedy run keeps to the cap by itself.
         if peak <= places:
             yield rows
     for rule in _RULES:
@@ -291,7 +291,8 @@ class GreedyRun:
         # A chunk keeps its place until W: some weight gradients now make room for further forwards.
         if first is forward and weight and rule.waiting and waiting > rule.waiting:
             return weight
-        # If it began, an action on which other devices wait would be ready before its end, and be late.
+        # A forward or an input gradient, for which other devices wait, will be ready before this would end, and would
+        # begin late.
         if first is None and weight and rule.patient and later < now + self._work.cost[weight]:
             return None
         return first or weight
