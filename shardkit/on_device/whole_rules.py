@@ -166,29 +166,45 @@ def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: 
     raise AssertionError(side)
 
 
-def _change_one_dim(pair: Pair, wholes: list[Whole]) -> list[Whole]:
-    """Elements move or are combined along one dim; along the other dims they stay as they are."""
-    params = pair.many.params
-    differs = frozenset[int]().union(*(state.differs for state in wholes))
+def _change_some_dims(pair: Pair, wholes: list[Whole]) -> list[Whole]:
+    """Slices, paddings, concatenations, running sums: along the dims that they do not change, elements stay apart.
+
+    Worked examples:
+
+    - `concatenate([zeros, ones], 1)` of two arrays [n, 3] that differ along no dim: the result differs along dim 1.
+    - `cumsum(ones, 0)` of an array [n, 3] has the rows 1, 2, ..., n: it differs along dim 0.
+    - `x[:, :2]` of an array that differs along dim 0 alone: the result may differ along dims 0 and 1. Its columns are
+      equal in truth, but a dim that changed is not looked at further.
+    """
+    results = pair.many.outvars
+    scale = UNKNOWN
+    if len({state.scale for state in wholes}) == 1:
+        scale = wholes[0].scale
+    if all(state.zero for state in wholes) and pair.name != "cumlogsumexp":  # log(1 + 1) of two zeros is not zero
+        return [Whole(scale=scale, zero=True)] * len(results)
+    differs = _find_changed_dims(pair)
+    for state in wholes:
+        differs |= state.differs
+    return [Whole(differs, scale)] * len(results)
+
+
+def _find_changed_dims(pair: Pair) -> frozenset[int]:
+    """The dims whose size changes, and the dim along which arrays are joined or elements are combined."""
     changed = set()
-    for dim in range(len(pair.out)):
-        # Slices, since the result may have more dims than the operand.
-        if pair.shape(0)[dim : dim + 1] != pair.out[dim : dim + 1]:
+    for dim, (size, new_size) in enumerate(zip(pair.shape(0), pair.out, strict=True)):
+        if size != new_size:
             changed.add(dim)
-    along = params.get("dimension", params.get("axis"))
-    if along is not None:
-        changed.add(along)
-    same_scale = len({state.scale for state in wholes}) == 1
-    scale = wholes[0].scale if same_scale else UNKNOWN
-    zero = all(state.zero for state in wholes)
-    differs = frozenset[int]() if zero else differs | changed
-    return [Whole(differs, scale, zero)] * len(pair.many.outvars)
+    params = pair.many.params
+    for name in ("dimension", "axis"):  # of concatenate; of cumsum and its like
+        if name in params:
+            changed.add(params[name])
+    return frozenset(changed)
 
 
-_CHANGES_ONE_DIM = ("slice", "rev", "pad", "concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_CHANGES_SOME_DIMS = ("slice", "rev", "pad", "concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _RULES: dict[str, WholeRule] = {
     **dict.fromkeys(ELEMENTWISE, _combine),
-    **dict.fromkeys(_CHANGES_ONE_DIM, _change_one_dim),
+    **dict.fromkeys(_CHANGES_SOME_DIMS, _change_some_dims),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _keep,

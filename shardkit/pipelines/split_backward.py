@@ -261,38 +261,52 @@ def _label_loop(equation: Any, body: _Program, steady: set[Any], result_labels: 
     # The first half returns its results, and carries what its other rounds need.
     results = [label & FIRST for label in result_labels]
     at_hand = [True] * len(equation.invars)
-    results, labels = _settle_carry(body, steady, results, at_hand, carry, FIRST)
+    labels = _label_with_carries(body, steady, results, at_hand, carry, FIRST)
+    results = list(labels.results)
     # A stacked result that the first half computes in every round anyway is returned by the first half.
     for k, v in enumerate(body.jaxpr.outvars[carries:], carries):
         if not _is_literal(v) and v not in steady:
             results[k] |= labels.variables[v] & FIRST
     # The second half carries what it can compute itself: steady carries, and carries that the first half does not have.
     at_hand[carry] = [v in steady or not label for v, label in zip(outs[:carries], results[:carries], strict=True)]
-    results_of_second = []
+    results_of_both = []
     for v, result_label, label in zip(outs, result_labels, results, strict=True):
-        results_of_second.append(label | _label_repeated(v, result_label, not label, steady))
-    results = results_of_second
-    results, labels = _settle_carry(body, steady, results, at_hand, carry, SECOND)
-    arguments = [*labels.arguments[: carry.start], *results[:carries], *labels.arguments[carry.stop :]]
-    return labels._replace(results=results, arguments=arguments)
+        results_of_both.append(label | _label_repeated(v, result_label, not label, steady))
+    labels = _label_with_carries(body, steady, results_of_both, at_hand, carry, SECOND)
+    # What a loop is passed as its first carry, the halves use that compute the carry in the rounds.
+    arguments = list(labels.arguments)
+    arguments[carry] = labels.results[:carries]
+    return labels._replace(arguments=arguments)
 
 
-def _settle_carry(
-    body: _Program, steady: set[Any], results: list[int], at_hand: Sequence[bool], carry: slice, half: int
-) -> tuple[list[int], _Labels]:
-    """The results of a loop's body, with every carry that this half needs, and the labels.
+def _label_with_carries(
+    body: _Program, steady: set[Any], result_labels: Sequence[int], at_hand: Sequence[bool], carry: slice, half: int
+) -> _Labels:
+    """The labels of a loop's body in which a half computes every carry that it reads.
 
-    A carry that the half reads in a round must be a result of the round before, and to compute this result the half may
-    read further carries. So passes are repeated until one adds no carry.
+    What a round reads of a carry, the round before has computed. To compute it the half may read further carries, which
+    the round before must compute too: the body is labelled again until no carry is missing.
+
+    Worked example: a body has the carries a, b, c, and the half returns a alone.
+
+        a, b, c = a + b, b * c, c       the half computes    and reads
+        first labels                    a                    a, b: b is missing
+        second labels                   a, b                 a, b, c: c is missing
+        third labels                    a, b, c              a, b, c
     """
+    result_labels = list(result_labels)
     while True:
-        labels = _label_program(body, steady, results, at_hand)
-        needed = list(results)
-        for number, label in enumerate(labels.arguments[carry]):  # what a round reads, the round before must compute
-            needed[number] |= label & half
-        if needed == results:
-            return results, labels
-        results = needed
+        labels = _label_program(body, steady, result_labels, at_hand)
+        missing = []
+        for number, label in enumerate(labels.arguments[carry]):
+            reads = label & half
+            computes = result_labels[number] & half  # carry number k is result number k of the body
+            if reads and not computes:
+                missing.append(number)
+        if not missing:
+            return labels
+        for number in missing:
+            result_labels[number] |= half
 
 
 # ---- running a half

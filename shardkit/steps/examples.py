@@ -148,20 +148,39 @@ class Mixed(NamedTuple):
         return noun_of(self.dim)
 
     def describe(self) -> str:
-        """Where examples meet, and what follows: the middle of a sentence."""
-        place = f" at {self.met.line}" if self.met.line else ""
-        two = "two microbatches" if self.parts > 1 else "two devices"
-        subject = "the loss" if self.name == "loss" else "that"
-        how = self.met.how
-        if self.dim:  # the rules of `on_device/` speak of examples of a batch
-            article = "an" if self.noun == "element" else "a"
-            how = how.replace("an example", f"{article} {self.noun}").replace("example", self.noun)
-            how = how.replace("batch", "sequence")
+        """Where examples meet, and what follows: the middle of a sentence.
+
+        Worked example: "because each device computes that of its own; sqrt is applied to a sum over the examples at
+        train.py:12, so the loss of the examples of two devices is 1.7, and not the mean of theirs, 1.5".
+        """
+        # The loss is the subject of the sentence; a metric stands in the clause before, and is "that" here.
+        loss = "the loss" if self.name == "loss" else "that"
+        parts = "two microbatches" if self.parts > 1 else "two devices"
+        together = f"{loss} of the {self.noun}s of {parts} is {self.comparison.together:.6g}{self.numbers}"
+        apart = f"the mean of theirs, {self.comparison.apart:.6g}"
         return (
-            f"because each device computes that of its own; {how}{place}, so {subject} of the {self.noun}s of "
-            f"{two} is {self.comparison.together:.6g}{self.numbers}, and not the mean of theirs, "
-            f"{self.comparison.apart:.6g}"
+            f"because each device computes that of its own; {self._describe_meeting()}, so {together}, and not {apart}"
         )
+
+    def _describe_meeting(self) -> str:
+        """How examples meet, and at which line."""
+        how = self.met.how
+        if self.dim:
+            how = _name_tokens(how, self.noun)
+        if not self.met.line:
+            return how
+        return f"{how} at {self.met.line}"
+
+
+def _name_tokens(how: str, noun: str) -> str:
+    """Words of the rules in `on_device/`, which speak of the examples of a batch, for the tokens of a sequence.
+
+    Worked example: "sorts an example by its place in the batch" becomes "sorts a token by its place in the sequence".
+    """
+    article = "an" if noun == "element" else "a"
+    how = how.replace("an example", f"{article} {noun}")
+    how = how.replace("example", noun)
+    return how.replace("batch", "sequence")
 
 
 def noun_of(dim: int) -> str:

@@ -13,10 +13,6 @@ import numpy as np
 from shardkit._jax.interpreter import FactInterpreter
 from shardkit._jax.primitives import ELEMENTWISE
 
-# A bitcast to a dtype of another width changes the dims.
-_ELEMENTWISE = (ELEMENTWISE - {"bitcast_convert_type"}) | {"copy", "name", "sharding_constraint"}
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
-
 
 class _Knowledge(NamedTuple):
     """What is known of a value."""
@@ -88,35 +84,36 @@ class _LayerReader(FactInterpreter[_Knowledge]):
         return _Knowledge(None if fact.layers is None else fact.layers + 1, frozenset())
 
     def equation(self, equation: Any, operands: list[_Knowledge]) -> Sequence[_Knowledge]:
-        name = equation.primitive.name
-        outs = equation.outvars
-        params = equation.params
-        if name == "optimization_barrier":
-            return operands
-        if name in _ELEMENTWISE:
-            # A scalar has no dims; a dim of size one broadcasts.
-            arrays = []
-            for fact, variable in zip(operands, equation.invars, strict=True):
-                if variable.aval.ndim:
-                    arrays.append(fact)
-            return [_join(arrays, out) for out in outs]
-        if name == "iota":
-            return [_Knowledge(None, _all_dims(outs[0]) - {params["dimension"]})]
-        if name == "broadcast_in_dim":
-            return [_broadcast(operands[0], equation)]
-        if name == "transpose":
-            return [_transpose(operands[0], params["permutation"])]
-        if name in _REDUCTIONS:
-            return [_drop_dims(operands[0], params["axes"], outs[0])]
-        if name == "squeeze":
-            return [_drop_dims(operands[0], params["dimensions"], outs[0])]
-        if name == "reshape":
-            return [_reshape(operands[0], equation)]
-        if name == "dot_general":
-            return [_multiply(operands, equation)]
-        if any(fact.layers is not None for fact in operands):
-            raise _MattersError
-        return [_Knowledge(None, _unit_dims(out.aval)) for out in outs]
+        rule = _RULES.get(equation.primitive.name, _know_nothing)
+        return rule(operands, equation)
+
+
+# Rules: what is known of the results of an equation, from what is known of its operands.
+
+
+def _know_nothing(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    """A primitive without a rule: of layers it might pick one, or sort them."""
+    if any(fact.layers is not None for fact in operands):
+        raise _MattersError
+    return [_Knowledge(None, _unit_dims(out.aval)) for out in equation.outvars]
+
+
+def _keep(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    return operands
+
+
+def _iota(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    """The elements of an iota differ along its own dim, and are equal along all others."""
+    return [_Knowledge(None, _all_dims(equation.outvars[0]) - {equation.params["dimension"]})]
+
+
+def _combine(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    """An elementwise operation."""
+    arrays = []
+    for fact, variable in zip(operands, equation.invars, strict=True):
+        if variable.aval.ndim:  # a scalar is the same for all layers
+            arrays.append(fact)
+    return [_join(arrays, out) for out in equation.outvars]
 
 
 def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
@@ -135,7 +132,8 @@ def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
     return _Knowledge(layers, (alike | _unit_dims(out.aval)) - {layers})
 
 
-def _broadcast(value: _Knowledge, equation: Any) -> _Knowledge:
+def _broadcast(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    value = operands[0]
     out = equation.outvars[0]
     shape = equation.invars[0].aval.shape
     places = equation.params["broadcast_dimensions"]
@@ -148,16 +146,27 @@ def _broadcast(value: _Knowledge, equation: Any) -> _Knowledge:
         if place not in source or source[place] in value.alike:
             alike.add(place)
     if value.layers is None:
-        return _Knowledge(None, frozenset(alike))
+        return [_Knowledge(None, frozenset(alike))]
     layers = places[value.layers]
     if shape[value.layers] != out.aval.shape[layers]:  # a stack of one layer
         raise _MattersError
-    return _Knowledge(layers, frozenset(alike) - {layers})
+    return [_Knowledge(layers, frozenset(alike) - {layers})]
 
 
-def _transpose(value: _Knowledge, order: Sequence[int]) -> _Knowledge:
+def _transpose(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    [value] = operands
+    order = equation.params["permutation"]
     layers = None if value.layers is None else list(order).index(value.layers)
-    return _Knowledge(layers, frozenset(place for place, dim in enumerate(order) if dim in value.alike))
+    return [_Knowledge(layers, frozenset(place for place, dim in enumerate(order) if dim in value.alike))]
+
+
+def _reduce(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    """A sum over the layers does not depend on their order."""
+    return [_drop_dims(operands[0], equation.params["axes"], equation.outvars[0])]
+
+
+def _squeeze(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    return [_drop_dims(operands[0], equation.params["dimensions"], equation.outvars[0])]
 
 
 def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
@@ -167,13 +176,14 @@ def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
     return _Knowledge(layers, alike | _unit_dims(out.aval))
 
 
-def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
+def _reshape(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
+    value = operands[0]
     out = equation.outvars[0]
     before = equation.invars[0].aval.shape
     after = out.aval.shape
     if value.layers is None:
         all_equal = len(value.alike) == len(before)
-        return _Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out.aval))
+        return [_Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out.aval))]
     # The layers become the dim of the result that has the same size, and equally many elements before it.
     elements_before = math.prod(before[: value.layers])
     size = before[value.layers]
@@ -181,19 +191,19 @@ def _reshape(value: _Knowledge, equation: Any) -> _Knowledge:
         # Of 4 layers, [4, 8, 6] as [4, 48] keeps them in dim 0. As [32, 6] no dim counts layers, and the order matters.
         same_place = math.prod(after[:dim]) == elements_before and after[dim] == size
         if same_place and equation.params.get("dimensions") is None:
-            return _Knowledge(dim, _unit_dims(out.aval) - {dim})
+            return [_Knowledge(dim, _unit_dims(out.aval) - {dim})]
     raise _MattersError
 
 
-def _multiply(ins: list[_Knowledge], equation: Any) -> _Knowledge:
+def _multiply(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
     """A matrix product: layers as a batch dim, as a free dim of one operand, or contracted in both."""
     contracting, batch = equation.params["dimension_numbers"]
     ndims = [variable.aval.ndim for variable in equation.invars]
     layers = None
-    for side, value in enumerate(ins):
+    for side, value in enumerate(operands):
         if value.layers is None:
             continue
-        partner = ins[1 - side]
+        partner = operands[1 - side]
         if value.layers in contracting[side]:
             number = contracting[side].index(value.layers)
             if partner.layers != contracting[1 - side][number]:
@@ -210,7 +220,7 @@ def _multiply(ins: list[_Knowledge], equation: Any) -> _Knowledge:
             layers = len(batch[0]) + _free_dims(ndims[side], contracting[side], batch[side]).index(value.layers)
             if side == 1:
                 layers += len(_free_dims(ndims[0], contracting[0], batch[0]))
-    return _Knowledge(layers, _unit_dims(equation.outvars[0].aval) - {layers})
+    return [_Knowledge(layers, _unit_dims(equation.outvars[0].aval) - {layers})]
 
 
 def _free_dims(ndim: int, contracting: Sequence[int], batch: Sequence[int]) -> list[int]:
@@ -227,3 +237,19 @@ def _unit_dims(array: Any) -> frozenset[int]:
     """Dims of size one, of an array or its type."""
     shape = getattr(array, "shape", ())
     return frozenset(dim for dim, size in enumerate(shape) if size == 1)
+
+
+# A bitcast to a dtype of another width changes the dims.
+_ELEMENTWISE = (ELEMENTWISE - {"bitcast_convert_type"}) | {"copy", "name", "sharding_constraint"}
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+_RULES: dict[str, Callable[[list[_Knowledge], Any], list[_Knowledge]]] = {
+    **dict.fromkeys(_ELEMENTWISE, _combine),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    "optimization_barrier": _keep,
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "dot_general": _multiply,
+}

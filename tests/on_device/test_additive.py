@@ -125,6 +125,10 @@ WRONG = {
         jnp.mean(b["y"]) * lax.fori_loop(0, len(b["y"]), lambda i, count: count + 1.0, 0.0)
     ),
     "depends on its place in the batch": mean_of(lambda p, b, k: b["y"].mean(-1) * PLACES[: len(b["y"])]),
+    # Running sums of zeros are zeros, but those of exponentials grow along the batch: log(1), log(2), ...
+    "mul combines an example with a value that depends on its place": mean_of(
+        lambda p, b, k: b["y"].mean(-1) * lax.cumlogsumexp(jnp.zeros(len(b["y"])))
+    ),
     "by its place in the batch": mean_of(lambda p, b, k: b["y"][b["label"]]),
     "orders the examples": mean_of(lambda p, b, k: jnp.sort(b["y"], 0)[0]),
     "runs over the examples": mean_of(lambda p, b, k: jnp.cumsum(b["y"], 0) ** 2),

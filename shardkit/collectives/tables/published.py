@@ -144,7 +144,7 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
         )
     sends = []
     step = 0
-    for distance, offsets in _list_pat_steps(power, limit):
+    for distance, offsets in [*_list_spreading_steps(power, limit), *_list_tree_steps(power, limit)]:
         used_offsets = [offset for offset in offsets if offset + distance < n]
         # If n is no power of two, nothing is left to send in some steps.
         if not used_offsets:
@@ -155,22 +155,37 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
     return derive(op, n, n, f"pat of {limit}" if aggregate else "pat", sends)
 
 
-def _list_pat_steps(power: int, limit: int) -> Iterator[tuple[int, range]]:
-    """For each step, how far a device sends, and which chunks, counted from its own.
+# The steps of pat are alike on all devices: device d sends the chunks of the devices d + offset to device d - distance,
+# to which they are chunks at offset + distance. Worked example: 8 devices, at most 2 chunks in a message.
+#
+#                      distance  offsets sent  offsets received   a device then has
+#     start                                                       0
+#     a spreading step        4  0             4                  0 4
+#     place 2 of a tree       2  0 4           2 6                0 2 4 6
+#     place 3                 1  2 6           3 7                0 2 3 4 6 7
+#     place 1                 1  0 4           1 5                0 1 2 3 4 5 6 7
 
-    Worked example: 16 devices, two chunks in a message. First all devices send their own chunk 8 places away. Then
-    chunks go along a binomial tree of 8 places, two in a message: chunks 0 and 8 go 4 places, 4 and 12 go 2 places, 6
-    and 14 go 1 place, 4 and 12 go 1 place, ...
-    """
-    group = power // limit
+
+def _list_spreading_steps(power: int, limit: int) -> Iterator[tuple[int, range]]:
+    """Distance and offsets of the steps in which messages grow to the limit: a device sends all that it has."""
+    # After a step at a distance a device has the chunks at all multiples of it: the next distance is half of it. With
+    # `limit` multiples below `power` messages are full.
     distance = power
-    while distance > group:
+    while power // distance < limit:
         distance //= 2
         yield distance, range(0, power, 2 * distance)
-    for place in _walk_binomial_tree(group):
-        # Place 6 = 4 + 2 gets its chunk from place 4, over the distance 2.
+
+
+def _list_tree_steps(power: int, limit: int) -> Iterator[tuple[int, range]]:
+    """Distance and offsets of the steps after that, with `limit` chunks in each message.
+
+    The chunks at the multiples of `spacing` are there; each step brings those that stand one `place` after a multiple.
+    """
+    spacing = power // limit
+    for place in _walk_binomial_tree(spacing):
+        # The lowest bit of the place: place 6 = 4 + 2 comes over the distance 2, from a device where it is place 4.
         distance = place & -place
-        yield distance, range(place - distance, power, group)
+        yield distance, range(place - distance, power, spacing)
 
 
 def _walk_binomial_tree(size: int) -> Iterator[int]:
