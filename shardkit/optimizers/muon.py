@@ -3,6 +3,21 @@
 Where matrices are split, or on many devices alike, the partitioner gathers each of them on every device, and all
 compute the same. Here the matrices of one shape are dealt to the devices by an all_to_all; each orthogonalizes its own,
 and another all_to_all brings the updates back to the layout of the parameters.
+
+Worked example: a leaf [4, 8, 6], the matrices A, B, C, D of four layers. `fsdp` splits their rows over 4 devices.
+
+    device                              0             1             2             3
+    holds, [4, 2, 6]                    A B C D       A B C D       A B C D       A B C D
+                                        rows 0, 1     rows 2, 3     rows 4, 5     rows 6, 7
+    sends its two rows of A to device 0, of B to device 1, of C to device 2, of D to device 3: an all_to_all
+    owns, [1, 8, 6]                     A             B             C             D
+    orthogonalizes the matrix that it owns
+    sends rows 0, 1 of it to device 0, rows 2, 3 to device 1, and so on: the second all_to_all
+    holds, [4, 2, 6]                    the same rows of the four results
+
+What dims are called: optax's *dimension numbers* of a leaf, which users pass, name the dims of its rows and columns.
+`_MatrixDims` are the same counted from the front, with the *batch* dims, here that of the layers. A *stack* is an array
+[matrices, rows..., columns...], to which a device brings its shard of each leaf.
 """
 
 from __future__ import annotations
@@ -88,16 +103,19 @@ def muon(
     hyperparameters = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
     _check_hyperparameters(hyperparameters, ns_steps, consistent_rms)
     ns_coeffs = _check_coefficients(ns_coeffs, ns_steps)
-    _check_dims(muon_weight_dimension_numbers)
+    dimension_numbers = muon_weight_dimension_numbers
+    _check_dimension_numbers(dimension_numbers)
     iterations = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
     if adam is None:
         adam = optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
     def label_leaves(params: Any) -> Any:
-        dims = _dims_of_leaves(muon_weight_dimension_numbers, params)
-        return jax.tree.map(lambda leaf_dims: "muon" if leaf_dims else "adam", dims, is_leaf=_is_dims)
+        def label(numbers: Any) -> str:
+            return "adam" if numbers is None else "muon"
 
-    def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, Any]) -> optax.GradientTransformation:
+        return jax.tree.map(label, _spread_numbers(dimension_numbers, params), is_leaf=_is_numbers)
+
+    def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, _MatrixDims]) -> optax.GradientTransformation:
         owners = _Owners(auto_mesh(mesh), plan.axes, specs, dims)
         matrices = optax.chain(
             _scale_by_owners(owners, beta, nesterov, iterations),
@@ -111,10 +129,7 @@ def muon(
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
         specs = collect_arrays(plan.placement(params, mesh).update)
-        leaves = jax.tree_util.tree_leaves_with_path(
-            _dims_of_leaves(muon_weight_dimension_numbers, params), is_leaf=_is_dims
-        )
-        dims = {path_name(path): leaf_dims for path, leaf_dims in leaves}
+        dims = _find_dims(dimension_numbers, params)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
             return make_optimizer(specs, dims).update(updates, state, params)
 
@@ -138,35 +153,44 @@ def _check_hyperparameters(hyperparameters: dict[str, Any], ns_steps: Any, consi
         )
 
 
-def _check_dims(numbers: Any) -> None:
-    """Refuses a tree of anything but optax's numbers of dims and None; what a function returns is not known yet."""
-    if is_function(numbers):
+def _check_dimension_numbers(tree: Any) -> None:
+    """Refuses a tree of anything but optax's dimension numbers and None; what a function returns is not known yet."""
+    if is_function(tree):
         return
-    for dims in jax.tree.leaves(numbers, is_leaf=_is_dims):
-        if not _is_dims(dims):
+    for numbers in jax.tree.leaves(tree, is_leaf=_is_numbers):
+        if not _is_numbers(numbers):
             raise TypeError(
                 "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or "
-                f"a function that returns one; got {short(numbers)}. Pass None for all leaves of two dims."
+                f"a function that returns one; got {short(tree)}. Pass None for all leaves of two dims."
             )
 
 
-def _dims_of_matrix(x: Any) -> Any:
+def _is_numbers(x: Any) -> bool:
+    """Whether a node of a tree is the dimension numbers of a leaf; None stands for a leaf that `adam` updates."""
+    return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+
+
+def _spread_numbers(tree: Any, params: Any) -> Any:
+    """A tree like the parameters, with the dimension numbers of each leaf, or None.
+
+    Worked example: {"layers": numbers, "embed": None} of the user says the same of all leaves under "layers".
+    """
+    if tree is None:
+        return jax.tree.map(_choose_numbers, params)
+    if is_function(tree):
+        tree = tree(params)
+
+    def spread(numbers: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda _: numbers, subtree)
+
+    return jax.tree.map(spread, tree, params, is_leaf=_is_numbers)
+
+
+def _choose_numbers(x: Any) -> Any:
+    """As optax chooses: leaves of two dims are matrices."""
     if jnp.ndim(x) == 2:
         return optax.contrib.MuonDimensionNumbers()
     return None
-
-
-def _dims_of_leaves(numbers: Any, params: Any) -> Any:
-    """optax's numbers of the dims of each leaf; None for a leaf that the other optimizer updates."""
-    if numbers is None:
-        return jax.tree.map(_dims_of_matrix, params)
-    if is_function(numbers):
-        numbers = numbers(params)
-
-    def spread(dims: Any, subtree: Any) -> Any:
-        return jax.tree.map(lambda _: dims, subtree)
-
-    return jax.tree.map(spread, numbers, params, is_leaf=_is_dims)
 
 
 def _check_coefficients(coefficients: Any, steps: Any) -> Any:
@@ -194,12 +218,8 @@ def _check_coefficients(coefficients: Any, steps: Any) -> Any:
     return np.asarray(coefficients, np.float32)
 
 
-def _is_dims(x: Any) -> bool:
-    return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
-
-
 class _MatrixDims(NamedTuple):
-    """The dims of a leaf, counted from the front.
+    """Which dims of a leaf are what, counted from the front.
 
     Of a stack of projections into heads [layers, model, heads, head size], whose matrices map the model to all heads:
     batch (0,), rows (1,), columns (2, 3).
@@ -210,18 +230,32 @@ class _MatrixDims(NamedTuple):
     columns: tuple[int, ...]
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """All dims, those of one matrix last."""
-        return self.batch + self.rows + self.columns
-
-    @property
     def matrix(self) -> tuple[int, ...]:
         """The dims of one matrix."""
         return self.rows + self.columns
 
+    @property
+    def stack_order(self) -> tuple[int, ...]:
+        """The order in which all dims stand in a stack."""
+        return self.batch + self.matrix
 
-def _matrix_dims(path: str, ndim: int, numbers: Any) -> _MatrixDims:
-    """The dims that optax's numbers name."""
+
+def _find_dims(dimension_numbers: Any, params: Any) -> dict[str, _MatrixDims]:
+    """The dims of each leaf that has matrices, by path."""
+    ndims = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        ndims[path_name(path)] = jnp.ndim(x)
+    tree = _spread_numbers(dimension_numbers, params)
+    dims = {}
+    for path, numbers in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_numbers):
+        if numbers is not None:
+            name = path_name(path)
+            dims[name] = _read_numbers(name, ndims[name], numbers)
+    return dims
+
+
+def _read_numbers(path: str, ndim: int, numbers: Any) -> _MatrixDims:
+    """The dims of a leaf that optax's dimension numbers name; all others are batch dims."""
     rows = _count_from_front(path, ndim, numbers.reduction_axis)
     columns = _count_from_front(path, ndim, numbers.output_axis)
     if not rows or not columns or set(rows) & set(columns):
@@ -239,13 +273,13 @@ def _count_from_front(path: str, ndim: int, dims: int | Sequence[int]) -> tuple[
     return tuple(dim_of(f"muon: leaf {path}", dim, ndim) for dim in dims)
 
 
-def _scale_by_shape(dims: dict[str, Any], consistent_rms: float | None) -> optax.GradientTransformation:
+def _scale_by_shape(dims: dict[str, _MatrixDims], consistent_rms: float | None) -> optax.GradientTransformation:
     """Multiplies each update by the factor that optax has for the shape of its matrix."""
 
     def scale(path: Any, x: jax.Array) -> jax.Array:
-        matrix = _matrix_dims(path_name(path), x.ndim, dims[path_name(path)])
-        fan_in = math.prod(x.shape[dim] for dim in matrix.rows)
-        fan_out = math.prod(x.shape[dim] for dim in matrix.columns)
+        leaf_dims = dims[path_name(path)]
+        fan_in = math.prod(x.shape[dim] for dim in leaf_dims.rows)
+        fan_out = math.prod(x.shape[dim] for dim in leaf_dims.columns)
         if consistent_rms is None:
             return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * x
         return jnp.sqrt(jnp.maximum(fan_in, fan_out)) * consistent_rms * x
@@ -297,7 +331,7 @@ class _Owners(NamedTuple):
     mesh: Mesh
     axes: tuple[str, ...]  # those of the plan: along others stand workers of another step
     specs: dict[str, PartitionSpec]  # how the leaves are split, by path
-    dims: dict[str, Any]  # optax's numbers of their dims
+    dims: dict[str, _MatrixDims]  # their dims, by path
 
     def orthogonalize(self, tree: Any, iterations: dict[str, Any]) -> Any:
         """The Newton-Schulz iterations of each matrix of a tree of global arrays, which stay as they are split."""
@@ -305,22 +339,22 @@ class _Owners(NamedTuple):
         members = []
         specs = []
         padded = []
-        numbers_by_group: dict[Any, list[int]] = {}
-        for number, (path, x) in enumerate(leaves):
+        positions_by_group: dict[Any, list[int]] = {}
+        for position, (path, x) in enumerate(leaves):
             member = self._make_member(path_name(path), x.shape)
             spec = canonical(PartitionSpec(*member.spec))
             members.append(member)
             specs.append(spec)
             padded.append(_pad(x, spec, self.mesh))
-            numbers_by_group.setdefault(member.group_key(x.dtype), []).append(number)
+            positions_by_group.setdefault(member.group_key(x.dtype), []).append(position)
 
         def orthogonalize_shards(shards: list[jax.Array]) -> list[jax.Array]:
             # The groups are independent of each other: while a device computes one, the next may be on its way.
-            for numbers in numbers_by_group.values():
-                group = self._make_group([members[number] for number in numbers])
-                results = group.orthogonalize([shards[number] for number in numbers], iterations)
-                for number, result in zip(numbers, results, strict=True):
-                    shards[number] = result
+            for positions in positions_by_group.values():
+                group = self._make_group([members[position] for position in positions])
+                results = group.orthogonalize([shards[position] for position in positions], iterations)
+                for position, result in zip(positions, results, strict=True):
+                    shards[position] = result
             return shards
 
         on_mesh = jax.shard_map(orthogonalize_shards, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
@@ -333,26 +367,28 @@ class _Owners(NamedTuple):
         spec: list[tuple[str, ...]] = [()] * len(shape)
         for dim, axes in enumerate(spec_axes(self.specs[path])):
             spec[dim] = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-        return _Member(path, shape, _matrix_dims(path, len(shape), self.dims[path]), tuple(spec))
+        return _Member(path, shape, self.dims[path], tuple(spec))
 
     def _make_group(self, members: Sequence[_Member]) -> _Group:
         first = members[0]
-        split_dims = []
-        for number, dim in enumerate(first.dims.matrix):
+        split_dims = {}
+        # In a stack the dims of a matrix are 1, 2, ...: dim 0 counts the matrices.
+        for stack_dim, dim in enumerate(first.dims.matrix, 1):
             if first.spec[dim]:
-                split_dims.append((1 + number, first.spec[dim]))  # dim 0 of the stack counts the matrices
+                split_dims[stack_dim] = first.spec[dim]
         split_axes: set[str] = set().union(*first.spec)
         replicated_axes = []
         for axis in self.axes:
             if axis not in split_axes and self.mesh.shape[axis] > 1:
                 replicated_axes.append(axis)
-        return _Group(tuple(members), self.mesh.shape, tuple(split_dims), tuple(replicated_axes))
+        return _Group(tuple(members), self.mesh.shape, split_dims, tuple(replicated_axes))
 
 
 class _Group(NamedTuple):
     """Leaves whose matrices have one shape and dtype, and are split alike: they are stacked, and sent together.
 
-    Worked example: ten 8x6 matrices in float32, rows over "fsdp" of 4 devices. Shapes on one device, and what it sends:
+    Worked example, with padding: ten 8x6 matrices in float32, rows over "fsdp" of 4 devices. Shapes on one device, and
+    what it sends:
 
     | step | shape | bytes sent |
     |---|---|--:|
@@ -370,7 +406,7 @@ class _Group(NamedTuple):
 
     members: tuple[_Member, ...]
     sizes: Mapping[str, int]  # of the mesh axes
-    split_dims: tuple[tuple[int, tuple[str, ...]], ...]  # of the stack [matrices, rows..., columns...], with their axes
+    split_dims: dict[int, tuple[str, ...]]  # the mesh axes that split a dim of the stack
     replicated_axes: tuple[str, ...]  # along which devices hold the same pieces
 
     def orthogonalize(self, shards: Sequence[jax.Array], iterations: dict[str, Any]) -> list[jax.Array]:
@@ -400,7 +436,7 @@ class _Group(NamedTuple):
         """Of a piece of each matrix, some whole matrices: those of this device."""
         replicas = self._count_devices(self.replicated_axes)
         owners = replicas
-        for _, axes in self.split_dims:
+        for axes in self.split_dims.values():
             owners *= self._count_devices(axes)
         x = jnp.pad(x, [(0, -x.shape[0] % owners), *[(0, 0)] * (x.ndim - 1)])
         if self.replicated_axes:
@@ -413,14 +449,14 @@ class _Group(NamedTuple):
         # the momentum, would cost the same bytes, but an owner would then hold the momentum of whole matrices, and the
         # state would no longer be optax's. lax is called directly: all axes are bound and have several devices, pieces
         # vary over them, and all dims divide.
-        for dim, axes in self.split_dims:
+        for dim, axes in self.split_dims.items():
             x = lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
         return x
 
     def _send_back(self, x: jax.Array) -> jax.Array:
         """The inverse of `_send_to_owners`, but for its padding."""
         # The last dim that was put together is the first that is taken apart.
-        for dim, axes in reversed(self.split_dims):
+        for dim, axes in reversed(self.split_dims.items()):
             x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
         if self.replicated_axes:
             # Replicated, because the update is added to parameters that are the same along these axes: a result that
@@ -436,10 +472,10 @@ def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Arr
     """optax's Newton-Schulz iterations of stacked matrices [matrices, rows..., columns...]."""
     rows = tuple(range(1, 1 + row_dims))
     columns = tuple(range(1 + row_dims, x.ndim))
-    numbers = optax.contrib.MuonDimensionNumbers(rows, columns)
+    dimension_numbers = optax.contrib.MuonDimensionNumbers(rows, columns)
     # Without momentum optax's transformation is the iterations alone.
     transformation = optax.contrib.scale_by_muon(
-        beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **iterations
+        beta=0.0, nesterov=False, weight_dimension_numbers=dimension_numbers, **iterations
     )
     x, _ = transformation.update(x, transformation.init(x))
     return x
@@ -457,7 +493,9 @@ def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 def _stack(x: jax.Array, dims: _MatrixDims) -> jax.Array:
     """All matrices of a leaf, one behind the other: [matrices, rows..., columns...]."""
-    x = x.transpose(dims.order)
+    # Of the projections into heads above, [6, 8, 4, 2]: [6, 8, 4, 2] again, six matrices. If each head has a matrix of
+    # its own, the batch dims are (0, 2): [6, 4, 8, 2], and then [24, 8, 2].
+    x = x.transpose(dims.stack_order)
     batch_shape = x.shape[: len(dims.batch)]
     matrix_shape = x.shape[len(dims.batch) :]
     return x.reshape(math.prod(batch_shape), *matrix_shape)
@@ -465,6 +503,6 @@ def _stack(x: jax.Array, dims: _MatrixDims) -> jax.Array:
 
 def _unstack(x: jax.Array, shape: Sequence[int], dims: _MatrixDims) -> jax.Array:
     """The inverse of `_stack`, for a leaf of this shape."""
-    x = x.reshape([shape[dim] for dim in dims.order])
-    inverse = [dims.order.index(dim) for dim in range(len(shape))]
+    x = x.reshape([shape[dim] for dim in dims.stack_order])
+    inverse = [dims.stack_order.index(dim) for dim in range(len(shape))]
     return x.transpose(inverse)
