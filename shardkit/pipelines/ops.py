@@ -106,7 +106,7 @@ class Ops(NamedTuple):
     last: int  # number of the last stage
     saves: bool  # F saves what B needs; otherwise B starts from the stage's input
     train: bool  # with a backward pass
-    split: TwoHalves | None  # the stage's backward pass as I and W; None where it runs whole
+    halves: TwoHalves | None  # the stage's backward pass as I and W; None where it runs whole
     exclusion: Masked | Branched  # how devices leave out an op that is not theirs
     # the arguments of embed and head by microbatch, where all devices run them together; None where one of them does
     find_common: Callable[[Any], PieceArguments] | None
@@ -159,19 +159,19 @@ class Ops(NamedTuple):
 
     def input_gradient(self, state: LoopState, fields: Fields, whole: bool) -> tuple[LoopState, Leaves]:
         """I: the gradient of a stage's input. Where `whole`, some devices run B in this tick: I, and W at once."""
-        split = self.split
-        assert split
+        halves = self.halves
+        assert halves
 
         def run_stage(
             layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
         ) -> tuple[Leaves, Leaves, Leaves]:
-            dx, weight_residuals = split.first(*jax.tree.leaves((args, residuals, dy)))
+            dx, weight_residuals = halves.first(*jax.tree.leaves((args, residuals, dy)))
             if whole:
                 is_whole = fields["backward_on"] == 1
                 layers = self._add_weight_gradients(layers, args, weight_residuals, fields["backward_chunk"], is_whole)
             return layers, dx, weight_residuals
 
-        state, dx, weight_residuals = self._run_backward(state, fields, run_stage, split.residuals)
+        state, dx, weight_residuals = self._run_backward(state, fields, run_stage, halves.residuals)
         slots = write_slot(state.weight_residuals, fields["backward_kept"], weight_residuals)
         return state._replace(weight_residuals=slots), dx
 
@@ -217,7 +217,7 @@ class Ops(NamedTuple):
             return Sums(layers, shared, means), dx, weight_residuals
 
         def skip(sums: Sums) -> Any:
-            dx, _ = self.pieces.differentiable.split(self.pieces.x)
+            dx, _ = self.pieces.differentiable.partition(self.pieces.x)
             return sums, [typed_zeros(x) for x in dx], [typed_zeros(x) for x in weight_residuals]
 
         sums, dx, residuals = self.exclusion.run(on > 0, run, skip, state.sums)
@@ -267,8 +267,8 @@ class Ops(NamedTuple):
         """The sums with the weight gradients of one stage and microbatch."""
 
         def run(layers: Leaves) -> Leaves:
-            assert self.split
-            grads = self.split.second(*jax.tree.leaves(args), residuals=residuals)
+            assert self.halves
+            grads = self.halves.second(*jax.tree.leaves(args), residuals=residuals)
             return self._add_to_chunk(layers, grads, chunk, on)
 
         return self.exclusion.run(on, run, lambda layers: layers, layers)

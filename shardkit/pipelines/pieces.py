@@ -208,14 +208,14 @@ class Pieces:
             return passes.backward(jax.tree.leaves(args), constants, residuals, dy)
 
         _, residuals = self.forward.out
-        dy, _ = self.differentiable.split(self.x)
+        dy, _ = self.differentiable.partition(self.x)
         return Piece(run, self._args, residuals, dy)
 
     @cached_property
-    def split(self) -> TwoHalves:
-        """The backward pass in two: `dx`, and the gradients of the layers' parts."""
+    def halves(self) -> TwoHalves:
+        """The backward pass in two halves: `dx`, and the gradients of the layers' parts."""
         _, residuals = self.forward.out
-        dy, _ = self.differentiable.split(self.x)
+        dy, _ = self.differentiable.partition(self.x)
         leaves, tree = jax.tree.flatten((self._args, residuals, dy))
 
         def run(*leaves: Any) -> list[Any]:
@@ -285,14 +285,14 @@ class Pieces:
             def embed(leaves: Any) -> list[Any]:
                 # The same draws as in the forward pass, as intended.
                 cloned = args._replace(keys=jax.tree.map(jax.random.clone, args.keys))
-                x, _ = self.differentiable.split(self._embed(with_parts(shared, leaves), cloned))
+                x, _ = self.differentiable.partition(self._embed(with_parts(shared, leaves), cloned))
                 return x
 
             _, pullback = jax.vjp(embed, parts(shared))
             (grads,) = pullback(dx)
             return grads
 
-        dx, _ = self.differentiable.split(self.x)
+        dx, _ = self.differentiable.partition(self.x)
         return Piece(run, self._shared, self._common, dx)
 
     def _embed(self, shared: Any, args: PieceArguments) -> list[Any]:
@@ -317,10 +317,10 @@ class Pieces:
         """`(shared, args, y, scale) -> (means, gradients of the shared parts, dy)`."""
 
         def run(shared: Any, args: PieceArguments, y: list[Any], scale: Any) -> Any:
-            floats, integers = self.differentiable.split(y)
+            floats, integers = self.differentiable.partition(y)
 
             def compute_total(leaves: Any, floats: list[Any]) -> Any:
-                y = self.differentiable.join(floats, integers)
+                y = self.differentiable.combine(floats, integers)
                 means = self._compute_means(with_parts(shared, leaves), args, y)
                 return means["loss"].total, means
 

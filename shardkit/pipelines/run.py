@@ -21,9 +21,11 @@ cotangents to the left. The program of the segment is a scan over its three rows
 At the start of tick 5 device 0 writes dx to its slot 0 and reads it for 0B1, and device 1 writes y to its slot 0 and
 reads it for 1F2. Both devices send and receive both ways in every tick: what nobody needs goes to a slot that is free.
 
-Two more words. Embedding and head are "spread" where the plan of their leaves splits them over the pipe axis: then all
+More words. Embedding and head are "spread" where the plan of their leaves lays them out over the pipe axis: then all
 devices run them together, each with its part, and not the first and the last stage alone. A buffer is "crowded" where
-in some tick a device has no free slot in it: an arrival that the device does not need is then dropped.
+in some tick a device has no free slot in it: an arrival that the device does not need is then dropped. Examples are
+split into microbatches, the stack is reshaped by chunk, leaves are partitioned into floats and others, and a backward
+pass is cut into halves, I and W.
 """
 
 from __future__ import annotations
@@ -181,7 +183,7 @@ class Execution(NamedTuple):
             last=last_stage,
             saves=self.train and not self.recompute,
             train=self.train,
-            split=self._find_split(pieces, table),
+            halves=self._find_halves(pieces, table),
             exclusion=Branched() if self.mode == "branch" else Masked(),
             find_common=inputs.find_common if spread else None,
         )
@@ -200,11 +202,11 @@ class Execution(NamedTuple):
         """Layers by chunk, and batch and keys by microbatch."""
         chunks = self.schedule.chunks
 
-        def split_chunks(leaf: jax.Array) -> jax.Array:
+        def reshape_by_chunk(leaf: jax.Array) -> jax.Array:
             return leaf.reshape(chunks, leaf.shape[0] // chunks, *leaf.shape[1:])
 
         microbatches = split_microbatches(examples, self.schedule.microbatches)
-        stacks = jax.tree.map(split_chunks, layers)
+        stacks = jax.tree.map(reshape_by_chunk, layers)
         ends = np.cumsum(sizes)
         starts = np.concatenate([[0], ends[:-1]])
         return _DeviceInputs(stacks, microbatches, starts.astype(np.int32), np.array(sizes, np.int32))
@@ -249,16 +251,16 @@ class Execution(NamedTuple):
                 traced += [pieces.embed, pieces.head_backward if self.train else pieces.head]
             refuse_mixed(self.model.where, [piece.jaxpr for piece in traced], names)
 
-    def _find_split(self, pieces: Pieces, table: Table) -> TwoHalves | None:
-        """The two halves of a backward pass, where the schedule and the stage have them."""
+    def _find_halves(self, pieces: Pieces, table: Table) -> TwoHalves | None:
+        """The two halves of a backward pass, where the schedule has I and W, and the stage can be cut."""
         if not self.train or not any("I" in segment.ops for segment in table.segments):
             return None
-        can_split = not pieces.split.whole
-        if can_split:
-            return pieces.split
+        halves = pieces.halves
+        if not halves.whole:
+            return halves
         warnings.warn(
             f"{self.model.where}: the schedule splits backward passes, but those of this stage run whole, in place of "
-            f"I. {pieces.split.why}",
+            f"I. {halves.why}",
             stacklevel=4,
         )
         return None
@@ -288,7 +290,7 @@ class Executor(NamedTuple):
             if times == 1:
                 state, _ = run_round(state, rows)
             else:
-                state, _ = lax.scan(run_round, state, _split_rounds(rows, times))
+                state, _ = lax.scan(run_round, state, _reshape_by_round(rows, times))
         return state.sums
 
     def _allocate_state(self, layers: list[jax.Array]) -> LoopState:
@@ -309,12 +311,12 @@ class Executor(NamedTuple):
         if self.ops.saves:
             _, residuals = pieces.forward.out
             saved = [*residuals, *pieces.x]
-        cotangents, _ = pieces.differentiable.split(pieces.x)
+        cotangents, _ = pieces.differentiable.partition(pieces.x)
         return LoopState(
             allocate(slots["inputs"], pieces.x),
             allocate(slots["saved"], saved),
             allocate(slots["cotangents"], cotangents),
-            allocate(slots["kept"], self.ops.split.residuals if self.ops.split else []),
+            allocate(slots["kept"], self.ops.halves.residuals if self.ops.halves else []),
             sums,
         )
 
@@ -352,7 +354,7 @@ class Executor(NamedTuple):
             state, results["inputs"] = _finish_before(self.ops.forward(state, fields))
         if "B" in segment.ops or "I" in segment.ops:
             state, results["cotangents"] = self._run_backward(segment, state, fields)
-        if self.ops.split and "W" in segment.ops:
+        if self.ops.halves and "W" in segment.ops:
             state = self.ops.weight_gradient(state, fields)
         moved = []
         for field in segment.moves:
@@ -362,8 +364,8 @@ class Executor(NamedTuple):
     def _run_backward(
         self, segment: Segment, state: LoopState, fields: dict[str, jax.Array]
     ) -> tuple[LoopState, list[jax.Array]]:
-        """I where the segment has it and the stage can be split, else B."""
-        if self.ops.split and "I" in segment.ops:
+        """I where the segment has it and the stage can be cut into halves, else B."""
+        if self.ops.halves and "I" in segment.ops:
             return self.ops.input_gradient(state, fields, whole="B" in segment.ops)
         return self.ops.backward(state, fields)
 
@@ -409,8 +411,8 @@ def _slice_rows(rows: Any, begin: int, ticks: int) -> Any:
     return jax.tree.map(lambda x: x[begin : begin + ticks], rows)
 
 
-def _split_rounds(rows: Any, times: int) -> Any:
-    """Rows `[times * ticks, ...]` as `[times, ticks, ...]`."""
+def _reshape_by_round(rows: Any, times: int) -> Any:
+    """The rows of a table, `[times * ticks, fields]`, as `[times, ticks, fields]`: one entry for each round."""
     return jax.tree.map(lambda x: x.reshape(times, -1, x.shape[-1]), rows)
 
 

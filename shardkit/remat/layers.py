@@ -92,10 +92,10 @@ def gathered(
             return _checkpoint(layer_fn, policy)(*args, **kwargs)
 
         def call(weights: list[Any], activations: list[Any]) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, is_weight.join(weights, activations))
+            args, kwargs = jax.tree.unflatten(tree, is_weight.combine(weights, activations))
             return layer_fn(*args, **kwargs)
 
-        weights, activations = is_weight.split(leaves)
+        weights, activations = is_weight.partition(leaves)
         return regather_layer(call, weights, activations, policy=policy or POLICIES["dots"])
 
     return layer

@@ -76,15 +76,15 @@ def _is_tuple_of_names(remat: Any) -> TypeGuard[tuple[str, ...]]:
 
 
 class Mask:
-    """Splits a list of leaves into the chosen and the unchosen, and joins them again.
+    """Partitions a list of leaves into the chosen and the unchosen, and combines them again.
 
-    `Mask([True, False, True])` splits `[a, b, c]` into `[a, c]` and `[b]`, and joins these to `[a, b, c]`.
+    `Mask([True, False, True])` partitions `[a, b, c]` into `[a, c]` and `[b]`, and combines these to `[a, b, c]`.
     """
 
     def __init__(self, flags: Sequence[bool]):
         self.flags = tuple(flags)
 
-    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The chosen leaves, and the unchosen ones."""
         chosen = []
         unchosen = []
@@ -95,7 +95,7 @@ class Mask:
                 unchosen.append(leaf)
         return chosen, unchosen
 
-    def join(self, chosen: Sequence[Any], unchosen: Sequence[Any]) -> list[Any]:
+    def combine(self, chosen: Sequence[Any], unchosen: Sequence[Any]) -> list[Any]:
         """All leaves in their order."""
         next_chosen = iter(chosen)
         next_unchosen = iter(unchosen)
@@ -188,7 +188,7 @@ class LayerPasses:
 
         def run_microbatch(x: Leaves) -> tuple[list[Any], list[Any]]:
             y, pullback = self._forward(weights, shared, x)
-            residuals, _ = self._saved.split(jax.tree.leaves(pullback))
+            residuals, _ = self._saved.partition(jax.tree.leaves(pullback))
             return y, residuals
 
         if self._microbatches == 1:
@@ -203,7 +203,7 @@ class LayerPasses:
         rebuilt = self._rebuild(*weights, *shared)
 
         def run_microbatch(residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
-            pullback = jax.tree.unflatten(self._pullback_tree, self._saved.join(residuals, rebuilt))
+            pullback = jax.tree.unflatten(self._pullback_tree, self._saved.combine(residuals, rebuilt))
             (grads,) = pullback(list(dy))
             return grads[: self._parameter_gradients], grads[self._parameter_gradients :]
 
@@ -232,16 +232,16 @@ def _trace_with_pullback(layer: Traced, policy: Any, examples: Sequence[Leaves],
 
     def run_with_pullback(*leaves: Any) -> Any:
         # jax.vjp differentiates floating-point leaves alone: keys and integers are constants to it.
-        chosen, constants = differentiated.split(leaves)
+        chosen, constants = differentiated.partition(leaves)
 
         def run(chosen: Leaves) -> Any:
-            args = differentiated.join(chosen, constants)
+            args = differentiated.combine(chosen, constants)
             y = layer(args[:weights_end], args[shared_end:], constants=args[weights_end:shared_end])
-            return out.split(jax.tree.leaves(y))
+            return out.partition(jax.tree.leaves(y))
 
         if policy is not None:
             run = jax.checkpoint(run, policy=policy, prevent_cse=False)
         y, pullback, integers = jax.vjp(run, chosen, has_aux=True)
-        return out.join(y, integers), pullback
+        return out.combine(y, integers), pullback
 
     return Traced(run_with_pullback, *weights, *shared, *x)

@@ -188,9 +188,9 @@ def test_a_split_backward_does_no_work_twice():
     )
     pieces = Pieces(StagedModel(*PIECES, True, "here"), params, given, (), 2)
     (x,), residuals = pieces.x, pieces.forward.out[1]
-    second = jax.make_jaxpr(lambda given, left: pieces.split.second(*jax.tree.leaves(given), residuals=left))
-    first = jax.make_jaxpr(lambda *args: pieces.split.first(*jax.tree.leaves(args)))(given, residuals, [x])
-    i, w = dots(first.jaxpr), dots(second(given, pieces.split.residuals).jaxpr)
+    second = jax.make_jaxpr(lambda given, left: pieces.halves.second(*jax.tree.leaves(given), residuals=left))
+    first = jax.make_jaxpr(lambda *args: pieces.halves.first(*jax.tree.leaves(args)))(given, residuals, [x])
+    i, w = dots(first.jaxpr), dots(second(given, pieces.halves.residuals).jaxpr)
     assert i > 0 and w > 0 and i + w == dots(pieces.backward.jaxpr)
     f, end = dots(pieces.forward.jaxpr), dots(pieces.head_backward.jaxpr)
     work = {"F": f, "I": f + i + end, "W": w}  # the backward pass begins again with the input
