@@ -284,9 +284,13 @@ def scatter_array(x: jax.Array, names: _Names, dim: int, *, op: str = "sum") -> 
 
 
 def _scatter_addend(x: jax.Array, names: _Names, dim: int) -> jax.Array:
+    """The sum over the devices, scattered along a dim, by lax."""
     squeezed, squeezed_dim = _drop_unit_dims(x, dim)
-    # Under vmap jax scatters over one axis at a time; the major axis first.
-    calls: list[Any] = [names] if compat.tracked_axes().issuperset(names) else list(names)
+    calls: list[Any] = [names]
+    if not compat.tracked_axes().issuperset(names):
+        # Axes of a vmap: jax scatters over one of them at a time. The major axis first, so that each device gets the
+        # same part as by one call over all.
+        calls = list(names)
     for axes in calls:
         squeezed = lax.psum_scatter(squeezed, axes, scatter_dimension=squeezed_dim, tiled=True)
     shape = list(x.shape)

@@ -283,6 +283,8 @@ def all_reduce(
             total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
             if compress_result:
                 totals = _gather_quantized(total, names, wire_dtype, block, replicated=True)
+                # All devices read the sum of this chunk as it was rounded. What is missing there, this device alone
+                # knows, and adds to what it sends the next time.
                 rounding = total - totals[axis_index(names)]
                 remainder = _add_to_own_chunk(remainder, rounding, names)
             else:

@@ -399,6 +399,7 @@ def ranks(keys: jax.Array) -> jax.Array:
 
 def _count_choices(expert_GA: jax.Array, experts: int) -> jax.Array:
     """How many choices of each group are of each expert, int32 [G, E]."""
+    # A counts the choices of a group: two for each of its tokens, if a token has two experts.
     is_chosen_GAE = expert_GA[:, :, None] == jnp.arange(experts)[None, None, :]
     return jnp.sum(is_chosen_GAE, axis=1, dtype=jnp.int32)
 

@@ -233,7 +233,11 @@ def _find_busiest(network: Network, loads: Sequence[np.ndarray]) -> float:
 
 
 def _add_permute(network: Network, loads: Sequence[np.ndarray], groups: np.ndarray, moves: Moves) -> None:
-    members = groups.shape[1]
+    """Adds a ppermute, of which each message is one byte.
+
+    Worked example: in groups of 4 members `moves=1` stands for the pairs (0, 1), (1, 2), (2, 3), (3, 0).
+    """
+    members = groups.shape[1]  # of [groups, members, dims]
     if isinstance(moves, int):
         pairs = [(number, (number + moves) % members) for number in range(members)]
     else:

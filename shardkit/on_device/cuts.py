@@ -94,9 +94,9 @@ def gather_cuts(
     x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]] = (), *, replicated: bool = False
 ) -> jax.Array:
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
-    split = _find_automatic_split(cuts, x.ndim)
-    if split:
-        x = _run_in_parts(partial(gather_cuts, replicated=replicated), x, cuts, split)
+    automatic_split = _find_automatic_split(cuts, x.ndim)
+    if automatic_split:
+        x = _run_in_parts(partial(gather_cuts, replicated=replicated), x, cuts, automatic_split)
         return cut_padding(x, sizes)
     # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
     # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
@@ -120,9 +120,9 @@ def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
     Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
     """
     grad = grad.astype(dtype)
-    split = _find_automatic_split(cuts, grad.ndim)
-    if split:
-        return _run_in_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, split)
+    automatic_split = _find_automatic_split(cuts, grad.ndim)
+    if automatic_split:
+        return _run_in_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, automatic_split)
     # The first cut scatters first, so that later ones send parts of parts: n times less. A reduce_scatter over an axis
     # over which the gradient is complete already, because the loss summed it there, would multiply it by the devices of
     # that axis; the type of the gradient tells, and the device takes its part of the sum instead.

@@ -27,8 +27,13 @@ def send_along(pair: Pair, state: State, result: Any) -> State:
         if isinstance(state, Total) and registered(pair.name).reduces in ("maximum", "minimum"):
             return pair.met(f"{pair.name} is applied to a sum over the examples")
         return state
-    dims = {params.get(key) for key in ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")}
-    if not params.get("tiled", True) or (isinstance(state, Rows) and state.dim in dims):
+    # A gather, scatter or all_to_all along other dims leaves the rows of the examples where they are. One that is not
+    # tiled adds or removes a dim, and nothing is said of it.
+    changed_dims = {
+        params.get(key) for key in ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
+    }
+    moves_rows = isinstance(state, Rows) and state.dim in changed_dims
+    if moves_rows or not params.get("tiled", True):
         return pair.met(f"{pair.name} moves the examples")
     return state
 

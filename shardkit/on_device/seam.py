@@ -224,9 +224,10 @@ def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Arr
     if not axes:
         return grad
     grad = grad.astype(dtype)
-    split = split_dims(layout.automatic)
-    if split:
-        return in_parts(partial(all_reduce, axis=axes), grad, split)
+    # Where XLA's partitioner splits dims of the leaf too (`manual=`), each device sums its part of the gradient alone.
+    automatic_split = split_dims(layout.automatic)
+    if automatic_split:
+        return in_parts(partial(all_reduce, axis=axes), grad, automatic_split)
     return all_reduce(grad, axes)
 
 

@@ -89,17 +89,21 @@ class TrainedLeaves:
 
     def merge(self, values: list[Any]) -> Any:
         """The tree with other values for the leaves that are trained."""
-        return self._join(values, self._leaves)
+        return self._fill_in(values, self._leaves)
 
     def with_zeros(self, grads: list[Any]) -> Any:
         """The gradients of all leaves. Zeros are the same on all devices, so that nothing sums them."""
-        return self._join(grads, [jnp.zeros(x.shape, x.dtype) for x in self._leaves])
+        return self._fill_in(grads, [jnp.zeros(x.shape, x.dtype) for x in self._leaves])
 
-    def _join(self, values: list[Any], constants: list[Any]) -> Any:
-        remaining = iter(values)
+    def _fill_in(self, values: list[Any], constants: list[Any]) -> Any:
+        """The tree with these values for the trained leaves, in their order, and constants for the frozen ones."""
+        next_value = iter(values)
         leaves = []
         for is_trained, constant in zip(self._flags, constants, strict=True):
-            leaves.append(next(remaining) if is_trained else constant)
+            if is_trained:
+                leaves.append(next(next_value))
+            else:
+                leaves.append(constant)
         return jax.tree.unflatten(self._structure, leaves)
 
 

@@ -246,7 +246,7 @@ class _PrefetchedStack:
         self.layers = layers
 
     def gather(self, stacked: Any) -> Any:
-        """The weights of one layer."""
+        """The weights of layer 0: the other layers' have the same shapes, for which this is called."""
         return open_handles(row(stacked, 0))
 
     def forward(self, run_layer: Forward, stacked: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:

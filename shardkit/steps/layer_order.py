@@ -77,8 +77,9 @@ class _LayerReader(FactInterpreter[_Knowledge]):
         """The piece of an array that one iteration gets; a loop over the layers runs in their order."""
         if fact.layers == 0:
             raise _MattersError
+        # Dim 0 of the array is gone in its rows, and all other dims move by one.
         layers = None if fact.layers is None else fact.layers - 1
-        return _Knowledge(layers, frozenset(dim - 1 for dim in fact.alike if dim))
+        return _Knowledge(layers, frozenset(dim - 1 for dim in fact.alike if dim > 0))
 
     def stack(self, fact: _Knowledge) -> _Knowledge:
         return _Knowledge(None if fact.layers is None else fact.layers + 1, frozenset())

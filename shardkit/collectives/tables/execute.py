@@ -54,8 +54,9 @@ def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, tabl
 
 def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:
     """Sums one array over the devices, and scatters the sum along `dim`."""
-    split = x.reshape(*x.shape[:dim], table.devices, x.shape[dim] // table.devices, *x.shape[dim + 1 :])
-    return _reduce_scatter(jnp.moveaxis(vary(split, names), dim, 0), names, table)
+    # Of 4 devices and dim 1, [3, 8, 5] becomes [3, 4, 2, 5] and then [4, 3, 2, 5]: for each device its piece.
+    pieces = x.reshape(*x.shape[:dim], table.devices, x.shape[dim] // table.devices, *x.shape[dim + 1 :])
+    return _reduce_scatter(jnp.moveaxis(vary(pieces, names), dim, 0), names, table)
 
 
 def all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
