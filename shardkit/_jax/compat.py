@@ -211,6 +211,7 @@ def inner_constants(equation: Any) -> list[Sequence[Any]]:
 def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
     for name, value in equation.params.items():
         if equation.primitive.name == SOLVE:
+            # Of its four functions (matvec, vecmat, solve, transpose_solve) only this one runs.
             value = getattr(value, "solve", value)
         items = value if isinstance(value, tuple | list) else (value,)
         for item in items:

@@ -369,6 +369,8 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
         try:
             wall_start = time.perf_counter()
             cpu_start = time.process_time()
+            # jax returns before the devices have computed: the wait belongs to the time. The CPU time is that of all
+            # threads, also of those that run simulated devices.
             carry, value = jax.block_until_ready(loop(carry, *case.args))
             wall = time.perf_counter() - wall_start
             cpu = time.process_time() - cpu_start

@@ -76,6 +76,8 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
 
     In a hand-written shard_map only the axes over which the tokens vary are known.
     """
+    # In a step the plan says which axes split the tokens. With one that no attention runs over, each device would
+    # attend to its own tokens alone, without an error: the loss would be another one than on one device.
     token_split = token_axes()
     attended: set[str] = set()
     for name, axis in (("context", axes.context), ("ulysses", axes.ulysses)):
@@ -105,6 +107,8 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
 
 def check_split(what: str, local: int, whole: int, axes: Axes) -> None:
     """Refuses weights that are not split over the model axis: sums over devices would count them more than once."""
+    # The error of a plan without tp: the weights are whole on all devices of `model`, each computes the whole layer,
+    # and `row_linear` sums n equal results.
     ways = 1 if axes.model is None else axis_size(axes.model)
     if local * ways == whole:
         return
@@ -140,6 +144,8 @@ def attention(
     if positions_T is None:
         positions_T = jnp.arange(x_btD.shape[1])
     check_split("query heads", weights["query"].shape[-2], config.heads, axes)
+    # A device computes h = H/n query heads. If the axis divides the G key/value heads too, it has theirs; if not, every
+    # device has all G, and takes the ones that its query heads use.
     key = local_groups(weights["key"], axes.model, heads=config.heads, kv_heads=config.groups)
     value = local_groups(weights["value"], axes.model, heads=config.heads, kv_heads=config.groups)
     q_bThK, k_bTgK, v_bTgK = column_linear(
@@ -204,6 +210,8 @@ def experts(
     """
 
     def swiglu(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
+        # `dot` multiplies the tokens of each expert by its own matrix: what the routing makes of them, equal groups or
+        # a ragged one, is its affair.
         gate_SF = jax.nn.silu(dot(x_SD, expert["gate"]))
         return dot(gate_SF * dot(x_SD, expert["up"]), expert["down"])
 
@@ -237,6 +245,8 @@ def rms_norm(x_bTD: jax.Array, gain_D: jax.Array, epsilon: float = 1e-6) -> jax.
     """
     at_least_zero("rms_norm", epsilon=epsilon)
     shapes("rms_norm", x_bTD=(x_bTD, "bTD"), gain_D=(gain_D, "D"))
+    # The sum over D alone needs float32: in bfloat16, with 8 bits, adding the thousandth square to the sum of the
+    # others changes nothing.
     wide = x_bTD.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
@@ -255,6 +265,9 @@ def rotate(x_bTHK: jax.Array, positions_T: jax.Array, theta: float = 10_000.0) -
     positive("rotate", theta=theta)
     shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), positions_T=(positions_T, "T"))
     K = x_bTHK.shape[-1]
+    # Feature k is paired with feature k + K/2, as in GPT-NeoX and the Llama of Hugging Face; the paper, and the Llama
+    # of Meta, pair neighbors. Weights that were trained with neighbors must be permuted. Angles are in float32: in
+    # bfloat16 position 10,001 is 9,984.
     rates = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angles = positions_T.astype(jnp.float32)[:, None] * rates[None, :]
     cos = jnp.cos(angles)[None, :, None, :]

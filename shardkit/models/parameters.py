@@ -99,6 +99,8 @@ class Config:
     @property
     def width(self) -> int:
         """F, the width of the feed-forward layers."""
+        # SwiGLU has three matrices where an MLP of width 4 D has two: with two thirds of the width they have as many
+        # weights. A multiple of 32, so that devices and tiles divide it.
         return self.hidden or 32 * math.ceil(8 * self.dim / 3 / 32)
 
 
@@ -137,6 +139,8 @@ def init(key: Key, config: Config) -> Any:
         shapes[name] = (*stack, *shape)
     if c.experts:
         shapes["router"] = (c.layers, c.dim, c.experts)
+    # Two more for embedding and head, also if they are tied: the other leaves are then the same with and without a
+    # head.
     keys = iter(jax.random.split(key, len(shapes) + 2))
     # Projections into the residual stream start smaller, so that its variance does not grow with depth.
     residual_scale = 0.02 / math.sqrt(2 * c.layers)
@@ -242,5 +246,6 @@ def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
         rules[name] = None
     for name in ("vocabulary", "heads", "hidden"):
         rules[name] = axis
+    # Otherwise the key and value heads are whole on all devices, and `local_groups` takes what a device needs.
     rules["kv_heads"] = axis if config.groups % ways == 0 else None
     return specs_from_rules(logical_axes(config), rules)

@@ -121,6 +121,7 @@ def run(
         (1, 4, 16)
     """
     embed, stage, _ = pieces(config, axes)
+    # The number of each layer in the whole model, of which a pipeline passes each stage its part: dropout draws by it.
     numbers_L = jnp.arange(config.layers)
     stream = embed(params, batch, keys_b)
     return stage((params["layers"], numbers_L), stream, keys_b)
@@ -179,6 +180,8 @@ def _embed(config: Config, axes: Axes, shared: Any, batch: Any) -> Stream:
     weights_bt = _token_weights(batch)
     if weights_bt is not None:
         weights_bt = _take_local_tokens(axes, weights_bt, 1)
+    # For each example, and not one for all: a pipeline sends the stream of a microbatch, and accumulation cuts a batch,
+    # along the examples.
     losses_b2 = jnp.zeros((x_btD.shape[0], 2))
     dropped_b2 = jnp.zeros((x_btD.shape[0], 2))
     return Stream(x_btD, None, weights_bt, segments_bT, losses_b2, dropped_b2)
@@ -205,6 +208,7 @@ def _run_layers(
         prefetch=config.prefetch,
         microbatches=config.microbatches,
     )
+    # The keys end here: a pipeline sends the stream to its next stage, which makes them again from `keys_b`.
     return stream._replace(keys=None)
 
 
@@ -359,6 +363,8 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
 def _select_last(params: Any, config: Config) -> dict[str, Any]:
     """The parameters after the last layer, which may be lazy leaves: they are whole where they are used alone."""
     head = "embed" if config.tied else "head"
+    # Both leaves and no others, because a lazy leaf is gathered where it is opened: of all parameters the head would
+    # gather the layers again.
     return {"final_norm": params["final_norm"], head: params[head]}
 
 

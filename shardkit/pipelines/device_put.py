@@ -207,9 +207,13 @@ class _StepPrograms:
                     mean, cotangents[s, i] = self._head(y, targets)
                     means.append(mean)
             else:
+                # Popped: B is the last reader of the input and of its cotangent. Nothing here holds them any longer,
+                # and the device frees them behind this program, which bounds the inputs in flight as 1F1B does.
                 sums[s], dx = self._backwards[s](params[s], inputs.pop((s, i)), cotangents.pop((s, i)), sums[s])
                 if s > 0:
                     cotangents[s - 1, i] = _put(dx, stations[s - 1].leaving, stations[s - 1].mesh)
+        # The heads ran on the last mesh, and so do their averages. Each mesh divides its own sums, by a copy of the
+        # weight.
         weight, values = stage_programs.compute_averages(means)
         weights = [_put(weight, REPLICATED, station.mesh) for station in stations]
         grads = []
@@ -303,6 +307,8 @@ def _put(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
 
 def _move_input(where: str, stations: Sequence[Station], s: int, tree: Any) -> Any:
     """The input of stage s, on its mesh; refuses a move that changes the shape of its shards."""
+    # With shards of one shape on both sides a move is one copy from each device to one of the next mesh. With others
+    # device_put would cut and join them on the way, and send more.
     subject = f"{where}: the input of stage {s}"
     spec = stations[s].entering
     target = stations[s].mesh

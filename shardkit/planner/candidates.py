@@ -77,6 +77,8 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds per step."""
+        # The gathers and sums of a layer run beside the compute of its neighbors: of the two the longer one counts. For
+        # what is exposed a layer waits.
         return max(self.compute_seconds, self.hidden_seconds) + self.exposed_seconds
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -151,6 +151,7 @@ class Model(NamedTuple):
             attention = 2 * model.hidden * model.head * (model.heads + model.key_heads)
         norms = 2 * model.hidden
         dense = attention + norms + model.extra
+        # -1, the default, is the last layer, which has experts if any layer has.
         if not model.experts or number % model.layers < model.dense:
             return dense + matrices * model.hidden * model.width, 0
         expert = matrices * model.hidden * model.expert_width

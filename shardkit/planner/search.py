@@ -26,6 +26,8 @@ from shardkit.planner.model import Model
 from shardkit.planner.share import find_misfit
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# With 8 microbatches a stage a pipeline idles for at most an eighth of its work. More of them are smaller, and take
+# longer for the same tokens, which no estimate here says.
 _MICROBATCHES_PER_STAGE = 8
 _CHUNKS = 4  # more divide layers ever finer for ever less bubble
 
@@ -155,6 +157,8 @@ def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _rank_key(candidate: Candidate) -> tuple[float, int, int, int, float]:
     layout = candidate.layout
+    # Of layouts that are equally fast the one with fewer axes, and with less of what the estimate does not see:
+    # matrices that are cut into narrow ones, and more sends of a pipeline.
     complexity = len(layout.axes) * layout.tensor * layout.chunks
     return (candidate.seconds, complexity, layout.accumulate, REMAT.index(layout.remat), candidate.bytes)
 

@@ -148,6 +148,7 @@ def _complete_specs(param_specs: Any, batch_spec: Any, arguments: Any, axes: Seq
     param_specs = replace_none(param_specs)
     batch_spec = replace_none(batch_spec)
     check_axes("certify_gradients", (batch_spec, param_specs), axes)
+    # Each leaf gets its own spec here, so that all that follows is one `jax.tree.map` over arguments and specs.
     specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
     # Whether a spec fits an array's dims does not depend on the sizes of the axes.
     mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), tuple(axes))
@@ -301,6 +302,8 @@ def _describe_unreduced(x: np.ndarray, y: np.ndarray, dims: list[int], sizes: di
         descriptions.append(f"axis {name!r} (size {sizes[name]})")
     axes = " and ".join(descriptions)
     expected = _take_first(y, dims)
+    # Devices that hold partial sums add up to the reference. Devices that each divided by their own number of examples
+    # have the reference as their mean.
     total = x.sum(tuple(dims), keepdims=True)
     if np.max(distance(total, expected)) <= near:
         return f"differ between devices: {axes} is not reduced; the sum over it is the reference"

@@ -282,6 +282,8 @@ def donates_the_state(program: Program, reference: Reference) -> None:
     for leaf, used in zip(leaves, is_used, strict=False):  # the batch's arguments follow
         if used:
             state_bytes += bytes_per_device(leaf)
+    # The bytes of arguments whose memory the results are written into, as the compiler has decided it: donation that it
+    # cannot use it drops without an error.
     donated = program.compiled.memory_analysis().alias_size_in_bytes
     if donated != state_bytes:
         raise AssertionError(
@@ -366,6 +368,8 @@ def _compare(
     gap = find_worst_gap(actual, expected, lambda number, leaf, overall: bounds[number])
     if not gap:
         return
+    # The first call of a step refuses some mistakes by name, as a loss that does not add over its examples. That says
+    # more than two numbers that differ.
     reason = refused()
     if not reason:
         reason = (

@@ -144,6 +144,7 @@ def prove_rows(
     check_batches("prove", batches)
     if key is None:
         key = jax.random.key(0)
+    # Adam, whose step depends on every moment: with plain SGD a state that is kept wrongly would change nothing.
     if optimizer is None:
         import optax
 

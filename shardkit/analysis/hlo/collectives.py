@@ -222,6 +222,7 @@ def _hide(seconds: float, between: list[_Slot], links: tuple[tuple[str, ...], bo
     What hides it is taken from the slots, for the next collective over the same links in the same direction. For
     example two gathers of 3 s over "fsdp" around one product of 4 s: the first is hidden, the second for 1 s.
     """
+    # The earliest compute first: what is left later may still hide a collective that starts later.
     exposed = seconds
     for slot in between:
         unused = slot.unused.setdefault(links, slot.work.seconds)

@@ -157,6 +157,8 @@ def _list_lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()
             yield _Line(key, user, f"a constant {format_type(variable)}")
     for equation in jaxpr.eqns:
         operands = tuple(_describe_operand(operand) for operand in equation.invars)
+        # What a parameter says only by an object, as a jaxpr or a function, is not in the key: jaxprs follow as lines
+        # of their own, and the texts of functions contain addresses.
         params = []
         for name, value in equation.params.items():
             if _is_simple(value):

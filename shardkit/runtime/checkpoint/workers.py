@@ -113,6 +113,8 @@ def find_workers(state: Any) -> Workers:
     mesh = stored_array(first_leaf).sharding.mesh
     worker: Any = next(worker for worker in state.workers if worker)
     worker_sizes = worker.step.sharding.mesh.shape
+    # Along the axis of the workers a worker has one device where the mesh of all has as many as there are workers. All
+    # other axes are the same in both.
     for axis in mesh.axis_names:
         if worker_sizes[axis] != mesh.shape[axis]:
             return Workers(len(state.workers), mesh, axis)
@@ -134,6 +136,8 @@ def _expand(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def _take_worker(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """A worker's part of an array of all workers, from the shards that are on its devices."""
     layout = _add_dim(wanted.sharding)
+    # `array[number]` would be a program of all processes, in which each must name the same worker. The shards of this
+    # one are here already.
     shards = [shard.data for shard in array.addressable_shards if shard.device in layout.device_set]
     part = jax.make_array_from_single_device_arrays((1, *wanted.shape), layout, shards)
     return jax.jit(_take_first, out_shardings=wanted.sharding)(part)

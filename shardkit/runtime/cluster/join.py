@@ -176,6 +176,8 @@ def _initialize_jax(place: Place, job: JobFacts, certificates: dict[str, Any]) -
         allow_files(place.size)  # jax's coordination service, too, holds a connection per process
         listens = bind_address(place.host)
     os.environ.update(environment.bypass_proxy(place.host, os.environ))
+    # jax detects no scheduler here: the place is known by now, from what was passed and from variables, and a second
+    # answer could only contradict it.
     jax.distributed.initialize(
         place.address,
         place.size,
@@ -301,6 +303,8 @@ def _find_joined_place(passed: JobFacts, timeout: float) -> Iterator[Place]:
         port, _, new_token = message.partition(" ")
         yield Place(host, int(port), rank, size, timeout, cpu, token or new_token)
         return
+    # The socket holds the port until the monitor listens on it: another job on this host would take a port that is only
+    # known to have been free.
     with free_port("") as free:
         new_token = "" if token else secrets.token_hex(32)
         backends.tell_processes(_KEY, f"{free} {new_token}")

@@ -217,6 +217,8 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
             f"local_rows: the batch must be divisible by {named(axes)}; got {batch} rows over {devices}. Pass another "
             "batch, or pad with examples of weight 0."
         )
+    # By the layout of a vector of the rows, which has the devices of the batch along its first dim alone. With tokens
+    # split over another axis several devices have the same rows.
     rows_of_devices = NamedSharding(mesh, PartitionSpec(axes or None)).addressable_devices_indices_map((batch,))
     is_here = np.zeros(batch, bool)
     for index in rows_of_devices.values():

@@ -245,6 +245,7 @@ def _make_sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
             "example a list of samples."
         )
     samples = source if is_dataset else grain.MapDataset.source(source)
+    # Shuffled before it is repeated: every epoch has each sample once, and grain gives each epoch another order.
     if seed is not None:
         samples = samples.shuffle(seed=seed)
     return samples.repeat(epochs)
