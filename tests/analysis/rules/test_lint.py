@@ -116,6 +116,13 @@ reduced for its own piece
     all_reduce over 'model' sends 3,072 bytes, and the slice at {line_of(divergent._own_rows)}, its only use, keeps
     1/4 of dim 0 on each device.
     => Use reduce_scatter with dim=0, which sends half.
+gradients reduced in place
+    no result of the program depends on all_reduce over 'data', 'model' of float32[8,64], and the program goes on with
+    the operand.
+    => Assign the result, since a collective leaves its operand as it was; or leave the collective out.
+a halo in a carry that nobody reads
+    no result of the program depends on ppermute over 'model' of float32[8,64] (2,048 bytes, 3 times).
+    => Return what it is for, or leave it out.
 a large weight on every device
     w, an input of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4.
     => Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.
@@ -166,6 +173,28 @@ def test_the_two_thresholds():
     assert len(lint(small.wrong, X, small=sends)) == 1
 
 
+def _prints_what_it_receives(x):
+    jax.debug.print("{}", sk.shift(x, "model"))
+    return x
+
+
+def _writes_what_it_receives(x):
+    """What a loop writes to a reference, and the program reads."""
+    received = jax.new_ref(x)
+
+    def body(_, x):
+        received[...] = sk.shift(x, "model")
+        return x + 1
+
+    lax.fori_loop(0, 3, body, x)
+    return received[...]
+
+
+@jax.jit
+def _with_statistics(x):
+    return jnp.tanh(x), sk.all_reduce(x, BOTH)
+
+
 # What may look wrong and is meant.
 @pytest.mark.parametrize(
     "kernel",
@@ -182,6 +211,15 @@ def test_the_two_thresholds():
         lambda x: lax.ppermute(x, BOTH, [(i, i + 1) for i in range(7)]),
         lambda x: jnp.where(sk.axis_index("model") == 2, lax.ppermute(x, "model", [(0, 2)]), 0),
         lambda x: sk.all_gather(x, "model")[: x.shape[0]],
+        _prints_what_it_receives,
+        _writes_what_it_receives,
+        # the value of a loss, which jax.grad drops
+        lambda x: jax.grad(lambda x: sk.all_reduce(jnp.sum(x**2), BOTH))(x),
+        lambda x: jax.vjp(lambda x: divergent.reduced("model", x @ x.T), x)[1](sk.vary(jnp.ones((8, 8)), BOTH))[0],
+        # two iterations later the first carry has what the third sends
+        lambda x: lax.scan(lambda c, _: ((c[0] + c[1], c[2], sk.shift(c[2], "model")), None), (x,) * 3, length=3)[0][0],
+        # a function of which one caller reads the statistics and another one does not
+        lambda x: _with_statistics(_with_statistics(x)[0])[0] + _with_statistics(x)[1],
     ],
 )
 def test_what_is_meant_is_left_alone(kernel):
@@ -307,6 +345,39 @@ def uniform_programs(draw):
 def test_programs_whose_predicates_agree_have_no_divergence(kernel):
     rules = {f.rule for f in lint(on(kernel), X, small=0)}
     assert not rules & {"divergent-collective", "ppermute-in-divergent-branch", "unequal-output"}
+
+
+def test_a_sum_that_is_not_assigned_is_found_at_any_size_and_dropped_statistics_are_not():
+    def forgets(x):
+        mean = jnp.mean(x)
+        sk.all_reduce(mean, BOTH, op="mean")
+        return x - mean
+
+    def drops(x):
+        statistics = sk.all_reduce(jnp.mean(x), BOTH)
+        del statistics
+        return x
+
+    (finding,) = lint(on(forgets), X)
+    assert finding.rule == "unread-message" and finding.source.endswith("forgets)")
+    assert lint(on(drops), X) == []
+    assert [finding.rule for finding in lint(on(drops), X, small=0)] == ["unread-message"]
+
+
+def test_of_a_step_the_forgotten_sum_of_a_loss_is_named_and_no_gather_of_the_plan(mesh2x4):
+    """Of a leaf that the loss does not read; jit leaves that gather out."""
+
+    def loss_fn(params, batch, keys):
+        errors = jnp.mean((batch @ params["w"]) ** 2, axis=1)
+        sk.all_reduce(errors, "data")
+        return sk.Mean.of(errors)
+
+    plan = sk.fsdp(("data", "model"), min_size=1)
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh2x4, plan=plan)
+    state = init.abstract({"w": X, "teacher": X})
+    for fn in (step, lambda state, x: step(state, x)):
+        (finding,) = lint(fn, state, X, small=0)
+        assert finding.rule == "unread-message" and "loss_fn" in finding.source
 
 
 def test_a_program_that_only_one_process_can_trace():

@@ -372,6 +372,31 @@ def _own_rows(x: jax.Array, axis: Any, n: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, sk.axis_index(axis) * size, size, 0)
 
 
+def _updated(reduce: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A step of gradient descent, with what `reduce` makes of the gradient."""
+    return on(lambda x: x - 0.1 * reduce(jax.grad(lambda x: jnp.sum(x**2))(x)), out_specs=P(BOTH))
+
+
+def _with_halo(use: Callable[[Any, Any], Any]) -> Callable[[jax.Array], jax.Array]:
+    """A loop that sends what its second carry holds; `use` may read it."""
+
+    def body(carry: Any, _: Any) -> Any:
+        x, halo = carry
+        return (use(jnp.tanh(x), halo), x + sk.shift(halo, "model")), None
+
+    return lambda x: lax.scan(body, (x, x), None, length=3)[0][0]
+
+
+def _while_with_halo(use: Callable[[Any, Any], Any]) -> Callable[[jax.Array], jax.Array]:
+    """The same in a while loop."""
+
+    def body(carry: Any) -> Any:
+        n, x, halo = carry
+        return n + 1, use(jnp.tanh(x), halo), x + sk.shift(halo, "model")
+
+    return lambda x: lax.while_loop(lambda carry: carry[0] < 3, body, (0, x, x))[1]
+
+
 def _neighbours_piece(x: jax.Array) -> jax.Array:
     return sk.all_gather(x[None], "model")[(sk.axis_index("model") + 1) % 4]
 
@@ -566,6 +591,42 @@ WRONG = [
         "all-reduce-then-slice",
         _tangent_of_square(lambda x: jnp.tile(x, (4, 1)) * sk.all_gather(x, "model", replicated=True)),
         _tangent_of_square(lambda x: jnp.tile(x, (4, 1)) * sk.all_gather(x, "model")),
+    ),
+    Planted(
+        "gradients reduced in place",
+        "unread-message",
+        _updated(lambda gradient: [sk.all_reduce(gradient, BOTH), gradient][1]),
+        _updated(lambda gradient: sk.all_reduce(gradient, BOTH)),
+    ),
+    Planted(
+        "a halo in a carry that nobody reads",
+        "unread-message",
+        on(_with_halo(lambda x, halo: x)),
+        on(_with_halo(lambda x, halo: x + halo)),
+    ),
+    Planted(
+        "a running halo in a while loop that nobody reads",
+        "unread-message",
+        on(_while_with_halo(lambda x, halo: x)),
+        on(_while_with_halo(lambda x, halo: x + halo)),
+    ),
+    Planted(
+        "a branch that shifts for nothing",
+        "unread-message",
+        on(lambda x: lax.cond(all_agree(x), lambda x: (_shifted(x), x)[1], lambda x: 2 * x, x)),
+        on(lambda x: lax.cond(all_agree(x), _shifted, lambda x: 2 * x, x)),
+    ),
+    Planted(
+        "a result of both branches that nobody reads",
+        "unread-message",
+        on(lambda x: lax.cond(all_agree(x), lambda x: (x, _shifted(jnp.sin(x))), lambda x: (2 * x, x), x)[0]),
+        on(lambda x: lax.cond(all_agree(x), lambda x: (x, _shifted(jnp.sin(x))), lambda x: (2 * x, x), x)[1]),
+    ),
+    Planted(
+        "a ring that a kernel runs for nothing",
+        "unread-message",
+        on(lambda x: (sk.ring.all_gather(jnp.tile(x, (4, 1)), "model"), x)[1]),
+        on(lambda x: sk.ring.all_gather(jnp.tile(x, (4, 1)), "model")),
     ),
     Planted(
         "a large weight on every device",
