@@ -203,6 +203,8 @@ def _split_into_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[li
     blocks: list[list[Json]] = [[]]
     for ops in steps:
         if len(blocks[-1]) + len(ops) > _MOST_OPS - _RESERVED_OPS:
+            # Two blocks meet at the barrier. The nop before it waits for all threads of the first, and the nop behind
+            # it holds those of the second, so that no op begins before all earlier ones have ended.
             barrier = {"name": "barrier", "barrier_id": len(blocks) - 1, "num_threadblocks": 2}
             blocks[-1] += [_NOP, barrier]
             blocks.append([barrier, _NOP])

@@ -275,6 +275,8 @@ def _check_results(table: SendTable, devices: _Devices) -> None:
 
 def _check_send(table: SendTable, send: Send, value: int, present: int, is_alone: bool) -> None:
     """Refuses a message that brings `value` to a place with `present`, alone or with others in this step."""
+    # `value` and `present` have a bit for each device whose contribution is in them: of a sum over devices 0 and 2 they
+    # are 0b101.
     if not value:
         _refuse(table, send, "must send what its source has", "nothing", "Send it later, or once")
     if not send.reduce and not is_alone:
