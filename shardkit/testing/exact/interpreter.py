@@ -36,7 +36,7 @@ from shardkit.testing.exact.pieces import cut_array, join_pieces, take_first
 from shardkit.testing.exact.rules.exact_constants import move_constant, note_constants
 from shardkit.testing.exact.rules.exchanges import Devices, apply_collective
 from shardkit.testing.exact.rules.known import compute_known, to_known
-from shardkit.testing.exact.rules.operands import Operand, join_operands, require_known
+from shardkit.testing.exact.rules.operands import Operand, is_key, join_operands, require_known
 from shardkit.testing.exact.rules.primitive_rules import apply_rule
 from shardkit.testing.exact.rules.scope import Scope
 from shardkit.testing.exact.stablehlo.undefined import UNDEFINED
@@ -102,6 +102,8 @@ class Interpreter(JaxprInterpreter[Operand]):
         return self._recall(x, self.rank, (), partial(self._take_constant, x))
 
     def _take_constant(self, x: Any) -> Operand:
+        if self.field.compiled and not is_key(x):
+            self.field.note_stored(np.asarray(x))
         x = to_known(x, as_stored=self.field.compiled)
         return x.reshape((1,) * self.rank + x.shape)
 

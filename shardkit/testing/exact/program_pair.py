@@ -32,7 +32,7 @@ from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.no_number import describe_no_number, find_first_no_number
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
 from shardkit.testing.exact.numbers.field import SEEDS, Field
-from shardkit.testing.exact.numbers.folded import Constant, Folded, explain_constants
+from shardkit.testing.exact.numbers.folded import Constant, Folded, explain_constants, explain_inverses
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.square_roots import remember_roots
 from shardkit.testing.exact.numbers.tower import LEVELS
@@ -356,13 +356,29 @@ class ProgramPair:
         return _Results(pairs, equal, field, field.coverage)
 
     def _run_with_folded_constants(self, field: Field, results: _Results) -> _Results | None:
-        """Equal results, if constants of a side stand for the numbers from which they were computed; else None.
+        """Equal results, if constants of a side stand for the numbers from which they were computed; else None."""
+        if field.order is not None:
+            return None
+        traced = field.stored.get(ALONE, set()) | field.constants.get(ALONE, set())
+        inverses = explain_inverses(field.stored.get(ON_MESH, set()), traced)
+        if inverses.keys() <= field.folded.keys():
+            return self._run_with_computed_constants(field, results)
+        other = field.with_folded(inverses)
+        with suppress(*NO_VALUE):
+            again = self._run_and_compare(other)
+            if not again.are_equal():
+                # Also if these differ: the first wrong value is then none that has the inverse in it.
+                return self._run_with_computed_constants(other, again) or again
+            self.folded = other.folded
+            return again
+        return None
+
+    def _run_with_computed_constants(self, field: Field, results: _Results) -> _Results | None:
+        """The same for the results of one or two operations.
 
         That is tried only where both sides are equal but for rounding: of a difference of two such constants little
         would be true.
         """
-        if field.order is not None:
-            return None
         if not all(agree_in_float32(field, x, y) for x, y in results.pairs):
             return None
         on_mesh = field.constants.get(ON_MESH, set())

@@ -1,5 +1,7 @@
 """Compiled programs equal what was traced, for all inputs: partitioner programs, shard_maps, and edited modules."""
 
+from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -15,8 +17,12 @@ import shardkit as sk
 from shardkit._jax import compat
 from shardkit.analysis.hlo.proto import read_groups
 from shardkit.testing.exact import assert_compiled_equal, imported
-from shardkit.testing.exact.compiled_pair import ReplicationError
+from shardkit.testing.exact.certificate import describe_folded_constants
+from shardkit.testing.exact.compiled import _make_inputs
+from shardkit.testing.exact.compiled_pair import CompiledPair, ReplicationError
+from shardkit.testing.exact.draws import of_kernels
 from shardkit.testing.exact.imported import ImportedProgram
+from shardkit.testing.exact.numbers.folded import explain_inverses
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.device_rules import _find_axes
@@ -375,6 +381,92 @@ def test_a_constant_of_16_bits(dtype):
         return (x.astype(dtype) / dtype(0.9)).astype(jnp.float32)
 
     assert_compiled_equal(jax.jit(drop), draw(3))
+
+
+def divide_short(x, y):
+    """A dropout in bfloat16, of which a compiler for GPUs makes a product: 0.9 is 0.8984375 there."""
+    x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    return (x / jnp.bfloat16(0.9) + y * jnp.bfloat16(1.25)).astype(jnp.float32)
+
+
+def multiply_short(x, y, inverse=1.109375, factor=1.25):
+    x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    return (x * jnp.bfloat16(inverse) + y * jnp.bfloat16(factor)).astype(jnp.float32)
+
+
+def multiply_wide(x, y):
+    product = x * np.float32(1.109375)
+    return (product.astype(jnp.bfloat16) + y.astype(jnp.bfloat16) * jnp.bfloat16(1.25)).astype(jnp.float32)
+
+
+def prove_as_compiled(function, reference):
+    """Proves one traced function equal to another, as if the first one were a compiled program."""
+    x, y = draw(3), draw(3)
+    pair = CompiledPair(None, jax.make_jaxpr(function)(x, y), jax.make_jaxpr(reference)(x, y), IDENTITY, ("",))
+    return pair.prove("test", "", "result", partial(_make_inputs, [x, y]), 3, of_kernels(0.1))
+
+
+IDENTITY = jax.make_jaxpr(lambda x: [x])(np.zeros(3, "f"))
+
+
+def test_an_inverse_in_bfloat16():
+    """Catches a right program that is refuted: the compiler rounds the inverse of a divisor to bfloat16."""
+    evidence = prove_as_compiled(multiply_short, divide_short)
+    assert describe_folded_constants(evidence) == ["the constant 1.109375 is 1 / 0.8984375 in bfloat16, rounded"]
+    assert not prove_as_compiled(multiply_short, multiply_short).folded
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(partial(multiply_short, inverse=1.125), id="another constant"),
+        pytest.param(partial(multiply_short, inverse=1.1015625), id="one unit less"),
+        pytest.param(partial(multiply_short, inverse=-1.109375), id="another sign"),
+        pytest.param(partial(multiply_short, inverse=1.25, factor=1.109375), id="at the other's place"),
+        pytest.param(partial(multiply_short, factor=1.109375), id="in place of another, too"),
+        pytest.param(multiply_wide, id="of float32"),
+    ],
+)
+def test_what_is_no_inverse_in_bfloat16(wrong):
+    """Catches a constant that stands for an inverse because it is near to it, or elsewhere than the inverse."""
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        prove_as_compiled(wrong, divide_short)
+
+
+def test_an_inverse_that_both_sides_have():
+    """Catches a constant of both sides that stands for another number on one of them."""
+
+    def divide_and_multiply(x, y):
+        return divide_short(x, y) + multiply_short(y, x)
+
+    def multiply_twice(x, y):
+        return multiply_short(x, y) + multiply_short(y, x)
+
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        prove_as_compiled(multiply_twice, divide_and_multiply)
+
+
+def test_an_inverse_of_both_dtypes():
+    """Catches a constant in float32, of which a compiler would have computed the inverse to more digits."""
+
+    def divide_both(x, y):
+        return divide_short(x, y) + x / np.float32(0.8984375)
+
+    def multiply_both(x, y):
+        return multiply_short(x, y) + x * np.float32(1.109375)
+
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        prove_as_compiled(multiply_both, divide_both)
+
+
+def test_the_divisor_of_an_inverse():
+    """Catches one of two divisors that have the same inverse; then it is the one that the compiled program has lost."""
+    inverse = (1.109375, "bfloat16")
+    first, second = (0.8984375, "bfloat16"), (0.90234375, "bfloat16")
+    assert not explain_inverses({inverse}, {first, second})
+    [folded] = explain_inverses({inverse, second}, {first, second}).values()
+    assert folded.ratio == 1 / Fraction(0.8984375)
+    assert not explain_inverses({(0.0, "bfloat16")}, {(-np.inf, "bfloat16"), (1.0, "bfloat16")})
 
 
 def test_constants_that_the_compiler_computed_stand_for_what_they_were_computed_of(mesh):

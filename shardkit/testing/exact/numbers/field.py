@@ -114,6 +114,8 @@ class Field:
         chances: whether random bits of keys were used, which differ from draw to draw.
         folded: constants that stand for the exact values of computations, by value and dtype.
         constants: by side, the constants that became numbers of the field, by value and dtype.
+        stored: by side, the float constants of a compiled program and of its trace, with the dtypes in which they are
+            stored: a bfloat16 becomes a float32 before it is a number of the field.
         compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
         inputs: the inputs that were drawn, by name.
@@ -171,6 +173,7 @@ class Field:
         self.chances = False
         self.folded: Mapping[Constant, Folded] = {}
         self.constants: dict[int, set[Constant]] = {}
+        self.stored: dict[int, set[Constant]] = {}
         self.compiled = False
         self.inputs: dict[str, Exact] = {}
         self.centres: tuple[float, ...] = ()
@@ -266,6 +269,13 @@ class Field:
         self.rounded.add(name)
         if self.coverage is not None:
             self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
+
+    def note_stored(self, x: np.ndarray) -> None:
+        """Notes the values and the dtype of a constant, as the program of the side that runs stores it."""
+        if self.coverage is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            stored = self.stored.setdefault(self.coverage.side, set())
+            for value in np.unique(x.astype(np.float64)).tolist():
+                stored.add((value, str(x.dtype)))
 
     def add_notes(self, other: Field, sides: Sequence[int]) -> None:
         """Adds the notes of some sides in another field of like settings, as if they had run in this one."""

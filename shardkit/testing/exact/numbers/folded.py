@@ -9,6 +9,11 @@ constants gives its very bits.
 Several computations may give the same bits: 0.014142135 is 0.01 * 1.4142135, and 0.01 / 0.70710677. Then it is the one
 of the most constants that the side with the folded constant has lost, as 1.4142135, which XLA multiplied.
 
+XLA makes a product of a division by a constant, too. Of a bfloat16 its inverse is a bfloat16 again: `x / 0.8984375` is
+`x * 1.109375`, though the inverse is 1.1130435. Both constants are simple rationals, and the program in which one
+stands for the other's inverse is another function by 0.3%. So only a constant that is stored as bfloat16 may be an
+inverse, of one that the other side stores so.
+
 Whatever the search finds, a certificate names it: with this number, which rounds to the constant, both sides are equal.
 """
 
@@ -18,6 +23,7 @@ from collections.abc import Set
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardkit.testing.exact.numbers.constants import LARGEST_DENOMINATOR, simplest
@@ -25,6 +31,7 @@ from shardkit.testing.exact.numbers.constants import LARGEST_DENOMINATOR, simple
 _MOST_CONSTANTS = 40  # of which others are computed
 _MOST_FOLDED = 64
 _MOST_ROUNDINGS = 8  # units in the last place between a constant and what it stands for: 1e-6 of a float32
+_SHORT = str(np.dtype(jnp.bfloat16))
 _OPERATIONS = {"*": np.multiply, "/": np.divide, "+": np.add, "-": np.subtract}
 Constant = tuple[float, str]  # the value and its dtype
 
@@ -69,6 +76,46 @@ def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[C
             if explanation is not None:
                 folded[value, dtype] = explanation
     return folded
+
+
+def explain_inverses(constants: Set[Constant], others: Set[Constant]) -> dict[Constant, Folded]:
+    """The constants in bfloat16 of a compiled program that are inverses of the traced one's, rounded.
+
+    Worked example: the compiled program has 1.109375, and the traced one 0.8984375. 1 / 0.8984375 is 1.1130435, and the
+    nearest bfloat16 is 1.109375: it stands for 128/115.
+
+    Args:
+        constants: those of the compiled program, with the dtypes in which it stores them.
+        others: those of the traced one.
+
+    Returns:
+        What the constants stand for, by value and by the dtype in which a proof has them, float32.
+    """
+    values_of_others = {value for value, _ in others}
+    folded = {}
+    for value, dtype in sorted(constants):
+        # A float32 of this value is another constant, and a constant of both sides stands for itself.
+        is_short_alone = dtype == _SHORT and (value, "float32") not in constants
+        if not is_short_alone or value in values_of_others:
+            continue
+        divisor = _find_divisor(value, others, others - constants)
+        if divisor is not None:
+            folded[value, "float32"] = Folded(1 / Fraction(divisor), f"1 / {_show(divisor)} in {_SHORT}")
+    return folded
+
+
+def _find_divisor(value: float, *sets: Set[Constant]) -> float | None:
+    """The constant whose inverse a value is, in the first of these sets that has a single one; None if none has."""
+    for constants in sets:
+        divisors = []
+        for divisor, dtype in constants:
+            is_divisor = dtype == _SHORT and np.isfinite(divisor) and divisor != 0
+            # XLA computes the inverse in float32, and rounds it then.
+            if is_divisor and (np.float32(1) / np.float32(divisor)).astype(jnp.bfloat16) == value:
+                divisors.append(divisor)
+        if len(divisors) == 1:
+            return divisors[0]
+    return None
 
 
 def _make_table(constants: Set[Constant], others: Set[Constant], dtype: str) -> _Table | None:
