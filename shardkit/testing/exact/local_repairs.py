@@ -237,8 +237,8 @@ def _repair_start(bench: Bench, dim: int) -> Iterator[Repair]:
         if start != begin:
             yield change_operands(Cost.INDEX, f"a slice from {start} of dim {dim}", _slice_from, bench, dim, start)
     for axis, n in bench.axes.items():
-        # The dim has room for a slice of each device, and for less than one slice more.
-        if n > 1 and n * width <= size < size + width:
+        # The dim must have room for a slice of each device. It may have more: a table of all positions does.
+        if n > 1 and n * width <= size:
             times = f" times {width}" if width > 1 else ""
             words = f"a slice from the index along {axis!r}{times} of dim {dim}"
             yield change_operands(Cost.INDEX, words, _slice_of_device, bench, dim, axis, width)
