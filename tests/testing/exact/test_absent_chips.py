@@ -24,6 +24,7 @@ from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.stablehlo import listed_groups, module
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.instructions import (
     TARGET,
     WrittenComputation,
@@ -31,6 +32,7 @@ from shardkit.testing.exact.stablehlo.instructions import (
     make_tuple,
     open_module,
 )
+from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 from shardkit.testing.exact.stablehlo.synchronous import wait_for_starts
 from shardkit.testing.exact.stablehlo.tilings import find_elements, keeps_order
 from shardkit.testing.exact.stablehlo.typed_alike import convert_floats, split_arrays
@@ -407,6 +409,57 @@ def test_a_reduction_that_is_rounded():
     assert (summed.opcode, summed.operands, summed.shape) == ("reduce", [1, 2], make_shape(F32, 3))
     assert (rounded.number, rounded.opcode, rounded.operands) == (3, "convert", [summed.number])
     assert rounded.shape == make_shape(BF16, 3)
+
+
+def drop_conversions(serialized):
+    """A module whose operations read and give floats of two dtypes, as a TPU's compiler writes them."""
+    opened = open_module(serialized)
+    for computation in opened.computations:
+        makers = computation.by_number()
+        origins = {}
+        for instruction in computation.instructions:
+            instruction.operands = [origins.get(operand, operand) for operand in instruction.operands]
+            if instruction.opcode == "convert":
+                [origin] = instruction.operands
+                origins[instruction.number] = origin
+                if makers[origin].opcode != "parameter":
+                    makers[origin].shape = instruction.shape
+        computation.instructions = [part for part in computation.instructions if part.number not in origins]
+        computation.root = origins.get(computation.root, computation.root)
+    return opened.write()
+
+
+def pad_short(x, filling):
+    return lax.pad(x, filling.astype(jnp.bfloat16), [(1, 2, 0)])
+
+
+def add_short(x, y):
+    return x + y.astype(jnp.bfloat16)
+
+
+def sum_short(x):
+    return lax.reduce(x, np.float32(0), lax.add, (1,)).astype(jnp.bfloat16)
+
+
+SHORT = jnp.bfloat16([1, 2, 3])
+TERMS = np.float32([[256, 1, 1, 1]] * 3)  # 256 in bfloat16 if each sum is rounded, and else 260
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(pad_short, (SHORT, np.float32(7))), (add_short, (SHORT, np.float32([4, 5, 6]))), (sum_short, (TERMS,))],
+)
+def test_a_module_with_floats_of_two_dtypes(function, arguments, monkeypatch):
+    """Alone in reading such operations from a module that is written; jaxlib itself refuses it."""
+    lowered = jax.jit(function).lower(*arguments)
+    written = drop_conversions(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    imported = module.ImportedModule(written, {})
+    [result] = BlockReader(imported, OPERATION_RULES).run(imported.find_function("main"), arguments)
+    assert result.dtype == jnp.bfloat16
+    assert np.array_equal(result, function(*arguments))
+    monkeypatch.setattr(module, "convert_floats", lambda computation: None)
+    with pytest.raises(UnreadableError, match="cannot turn into StableHLO"):
+        module.ImportedModule(written, {})
 
 
 def draw(*shape):
