@@ -364,7 +364,7 @@ class ProgramPair:
         if inverses.keys() <= field.folded.keys():
             return self._run_with_computed_constants(field, results)
         other = field.with_folded(inverses)
-        with suppress(*NO_VALUE):
+        with suppress(RedrawError, TooDeepError, UnknownValueError):
             again = self._run_and_compare(other)
             if not again.are_equal():
                 # Also if these differ: the first wrong value is then none that has the inverse in it.
@@ -384,14 +384,17 @@ class ProgramPair:
         on_mesh = field.constants.get(ON_MESH, set())
         alone = field.constants.get(ALONE, set())
         folded = explain_constants(on_mesh, alone) or explain_constants(alone, on_mesh)
-        if not folded:
-            return None
-        other = field.with_folded(folded)
-        with suppress(RedrawError, TooDeepError, UnknownValueError):
-            again = self._run_and_compare(other)
-            if again.are_equal():
-                self.folded = other.folded
-                return again
+        # Two operations give the bits of many constants, also of some that need not stand for anything.
+        of_one = {constant: number for constant, number in folded.items() if number.operations == 1}
+        for candidates in (of_one, folded):
+            if not candidates:
+                continue
+            other = field.with_folded(candidates)
+            with suppress(RedrawError, TooDeepError, UnknownValueError):
+                again = self._run_and_compare(other)
+                if again.are_equal():
+                    self.folded = other.folded
+                    return again
         return None
 
     def _make_coverage(self, differences: Differences | None = None) -> Coverage:

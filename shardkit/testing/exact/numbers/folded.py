@@ -42,10 +42,12 @@ class Folded(NamedTuple):
     Attributes:
         ratio: the exact value.
         words: how it is computed, as "0.9 * 0.9".
+        operations: of how many operations.
     """
 
     ratio: Fraction
     words: str
+    operations: int = 1
 
 
 def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[Constant, Folded]:
@@ -124,6 +126,9 @@ def _make_table(constants: Set[Constant], others: Set[Constant], dtype: str) -> 
     for value, dtype_of_value in others:
         if dtype_of_value == dtype and np.isfinite(value) and value != 0:
             leaves.add(abs(value))
+    # Most constants of a program with many are whole numbers, as positions of tokens, which nothing folds.
+    if len(leaves) > _MOST_CONSTANTS:
+        leaves = {1.0, *(value for value in leaves if not value.is_integer())}
     if len(leaves) > _MOST_CONSTANTS:
         return None
     lost = set()
@@ -222,7 +227,7 @@ class _Table:
             first = self._compute_once(int(place))
             ratio = _apply(name, first.ratio, self._exact(leaf))
             if self._is_near(ratio, size):
-                return losses, Folded(ratio, f"({first.words}) {name} {_show(leaf)}")
+                return losses, Folded(ratio, f"({first.words}) {name} {_show(leaf)}", 2)
         return None
 
     def _is_near(self, ratio: Fraction, size: Any) -> bool:
@@ -256,7 +261,7 @@ def _with_sign(folded: Folded, sign: int) -> Folded:
     """The same with the sign that a constant has."""
     if (folded.ratio < 0) == (sign < 0):
         return folded
-    return Folded(-folded.ratio, f"-({folded.words})")
+    return Folded(-folded.ratio, f"-({folded.words})", folded.operations)
 
 
 def _show(value: Any) -> str:
