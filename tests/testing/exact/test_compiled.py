@@ -22,7 +22,7 @@ from shardkit.testing.exact.compiled import _make_inputs
 from shardkit.testing.exact.compiled_pair import CompiledPair, ReplicationError
 from shardkit.testing.exact.draws import of_kernels
 from shardkit.testing.exact.imported import ImportedProgram
-from shardkit.testing.exact.numbers.folded import explain_inverses
+from shardkit.testing.exact.numbers.folded import explain_constants, explain_inverses
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
 from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.device_rules import _find_axes
@@ -467,6 +467,31 @@ def test_the_divisor_of_an_inverse():
     [folded] = explain_inverses({inverse, second}, {first, second}).values()
     assert folded.ratio == 1 / Fraction(0.8984375)
     assert not explain_inverses({(0.0, "bfloat16")}, {(-np.inf, "bfloat16"), (1.0, "bfloat16")})
+
+
+FIRST, SECOND = np.float32(0.9), np.float32(0.013)
+
+
+def test_constants_that_need_not_stand_for_others():
+    """Catches an assumption without need: two operations give the bits of many constants."""
+
+    def scale(x, y):
+        return x * (FIRST * FIRST) + (y * (FIRST * FIRST * SECOND) + x) - x
+
+    def reference(x, y):
+        return x * FIRST * FIRST + y * SECOND * 0
+
+    evidence = prove_as_compiled(lambda x, y: scale(x, y - y), reference)
+    assert describe_folded_constants(evidence) == ["the constant 0.809999943 is 0.9 * 0.9, rounded"]
+
+
+def test_positions_are_no_constants_that_are_folded():
+    """Catches a program of many tokens, whose positions leave no room for the constants of its optimizer."""
+    rate, root = float(np.float32(0.01)), float(np.float32(2**0.5))
+    product = float(np.float32(0.01) * np.float32(2**0.5)), "float32"
+    positions = {(float(number), "float32") for number in range(3, 70)}
+    folded = explain_constants({product}, {(rate, "float32"), (root, "float32"), *positions})
+    assert folded[product].words == "0.01 * 1.414214"
 
 
 def test_constants_that_the_compiler_computed_stand_for_what_they_were_computed_of(mesh):
