@@ -92,7 +92,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     # to trace the loss; `differentiate` takes the derivative of `objective`; `objective` calls the loss.
     def grad_fn(params: Any, batch: Any, keys: Any, *state: Any, scale: Any = 1) -> Gradients:
         args = (batch, keys, *state)
-        if _LOSS_ALONE.get():
+        if is_loss_alone():
             return compute_loss_alone(params, *args)
         if local:
             return differentiate_apart(call_on_one_device, params, scale, *args)
@@ -190,6 +190,11 @@ def loss_alone() -> Iterator[None]:
         yield
     finally:
         _LOSS_ALONE.reset(token)
+
+
+def is_loss_alone() -> bool:
+    """Whether a GradFn that is traced here may leave out the gradients."""
+    return _LOSS_ALONE.get()
 
 
 def _check_loss(loss_fn: LossFn) -> None:

@@ -111,13 +111,14 @@ def make_train_step(
             its trace does not tell, it compares the loss of two devices' examples with the losses of each, also of
             planted numbers such as NaN; if the loss has a while loop, of the first batch alone. It warns of metrics
             that mix examples. If the loss sends over an axis of the batch, it computes the loss of the whole batch on
-            one device too, and warns if that is another number. Not checked are a pipeline, and a loss that calls
-            Python, as by `jax.pure_callback`, `jax.experimental.io_callback` or `jax.debug.print`. Nor is a loss that
-            sends and draws random numbers by the index of the device, gets microbatches, runs in several processes, or
-            needs more than 1 GiB for the whole batch. If the plan splits the tokens too, as `cp`, the same holds of
-            tokens: the first call refuses attention over a device's own tokens, positions that begin with 0 on each
-            device, or a shift of labels within a device, and computes a loss that sends tokens, or asks where its own
-            stand, on one device. It looks at losses: what a `custom_vjp` mixes in its backward pass alone is found by
+            one device too, and warns if that is another number. It does the same if a stage of a pipeline asks for the
+            index of its device. Not checked are a pipeline of more than 1 GiB, and a loss that calls Python, as by
+            `jax.pure_callback`, `jax.experimental.io_callback` or `jax.debug.print`. Nor is a loss that sends and draws
+            random numbers by the index of the device, gets microbatches, runs in several processes, or needs more than
+            1 GiB for the whole batch. If the plan splits the tokens too, as `cp`, the same holds of tokens: the first
+            call refuses attention over a device's own tokens, positions that begin with 0 on each device, or a shift of
+            labels within a device, and computes a loss that sends tokens, or asks where its own stand, on one device.
+            It looks at losses: what a `custom_vjp` mixes in its backward pass alone is found by
             `testing.assert_same_training`. "mixed": the loss may mix the examples and tokens of one device (with
             `accumulate`, of one microbatch), as in a norm over the batch of each device. The loss of the step is then
             the mean over the devices.

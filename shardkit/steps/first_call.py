@@ -24,9 +24,12 @@ from shardkit.steps.examples import Examples, Mixed, Readings, WrongProgramError
 from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
 from shardkit.steps.whole_batch import (
+    MOST_BYTES,
     LossOfWholeBatch,
     can_be_whole,
+    compute_in_sequence,
     compute_whole_batch,
+    count_bytes,
     find_sent,
     make_mesh_of_one,
     move,
@@ -63,25 +66,20 @@ class FirstCall:
         return expected
 
     def _check_examples(self, args: Arguments) -> LossOfWholeBatch | None:
-        """Refuses a loss in which examples or tokens meet, and warns of such metrics. A pipeline's is not checked.
+        """Refuses a loss in which examples or tokens meet, and warns of such metrics.
 
-        If the loss sends over an axis of the batch, it is computed on one device too, and returned.
+        If the loss sends over an axis of the batch, it is computed on one device too, and returned. So is that of a
+        pipeline that asks for the index of a stage's device.
         """
-        if isinstance(self.program.grad_fn, Staged):
-            return None
         program, state, key, batch = self._take_first_step(args)
-        metrics: list[Mixed] = []
+        if isinstance(program.grad_fn, Staged):
+            return self._check_pipeline(program.grad_fn, program, state, key, batch)
+        splits, metrics = _read_splits(program, state, key, batch)
+        warn_of_metrics("step", metrics, stacklevel=5)
         splits_that_send: list[tuple[Examples, Readings]] = []
-        for examples in _split_examples(program, state, batch).split_along_dims():
-            readings = read_traces(examples, state.params, batch, key)
-            mixed = find_mixed(examples, readings, state.params, batch, key)
-            for loss_or_metric in mixed:
-                if loss_or_metric.name == "loss":
-                    raise WrongProgramError(_describe_loss(loss_or_metric))
-            metrics += mixed
+        for examples, readings in splits:
             if can_be_whole(examples, readings, state, batch):
                 splits_that_send.append((examples, readings))
-        warn_of_metrics("step", metrics, stacklevel=5)
         if not splits_that_send:
             return None
         try:
@@ -90,6 +88,23 @@ class FirstCall:
             # Only a warning could follow. A loss that is written for a fixed number of devices, or of examples on each,
             # cannot be traced for one device, or one device may have too little memory for the whole batch.
             return None
+
+    def _check_pipeline(
+        self, pipeline: Staged, program: TrainProgram, state: TrainState, key: jax.Array, batch: Any
+    ) -> LossOfWholeBatch | None:
+        """The same of a pipeline, of whose microbatches every device runs all stages in sequence here.
+
+        A loss that asks for the index of a device along the pipeline's axis is computed so too, and returned.
+        """
+        # One device holds all layers here, and a pipeline may be for layers that no device can hold.
+        if pipeline.schedule is None or count_bytes((state.params, batch)) > MOST_BYTES:
+            return None
+        splits, metrics = _read_splits(program, state, key, batch)
+        warn_of_metrics("step", metrics, stacklevel=6)
+        if not splits:
+            return None
+        examples, readings = splits[0]
+        return compute_in_sequence(pipeline, examples, readings, state, batch, step_key(key, state.step))
 
     def _compute_whole_batch(
         self,
@@ -126,6 +141,27 @@ class FirstCall:
         return program, state, key, batch
 
 
+def _read_splits(
+    program: TrainProgram, state: TrainState, key: jax.Array, batch: Any
+) -> tuple[list[tuple[Examples, Readings]], list[Mixed]]:
+    """What the traces of a loss show for each dim of the batch that is split, and the metrics that mix along it.
+
+    Raises:
+        WrongProgramError: the loss mixes examples or tokens.
+    """
+    splits: list[tuple[Examples, Readings]] = []
+    metrics: list[Mixed] = []
+    for examples in _split_examples(program, state, batch).split_along_dims():
+        readings = read_traces(examples, state.params, batch, key)
+        mixed = find_mixed(examples, readings, state.params, batch, key)
+        for loss_or_metric in mixed:
+            if loss_or_metric.name == "loss":
+                raise WrongProgramError(_describe_loss(loss_or_metric))
+        metrics += mixed
+        splits.append((examples, readings))
+    return splits, metrics
+
+
 def _split_examples(program: TrainProgram, state: TrainState, batch: Any) -> Examples:
     """How a step splits its examples, and the losses of each device."""
     placement = program.plan.placement(state.params, program.mesh)
@@ -138,14 +174,10 @@ def _split_examples(program: TrainProgram, state: TrainState, batch: Any) -> Exa
             grad_fn = carried.bind(grad_fn, carried_at_rest, program.policy)
         return local_terms(grad_fn, weights, batch, keys, placement, program.policy)
 
-    return Examples(
-        placement,
-        carried.tree,
-        carried.specs,
-        program.manual,
-        program.microbatches.for_batch(batch, placement).parts,
-        compute,
-    )
+    parts = program.microbatches.for_batch(batch, placement).parts
+    if isinstance(program.grad_fn, Staged) and program.grad_fn.schedule is not None:
+        parts *= program.grad_fn.schedule.microbatches
+    return Examples(placement, carried.tree, carried.specs, program.manual, parts, compute)
 
 
 def _describe_loss(mixed: Mixed) -> str:

@@ -11,7 +11,10 @@ Worked example: four devices have two pairs each, and a loss gathers the eight t
 belongs to text 5. A loss that takes text 1 for it is 2.9 on this mesh. One device has all pairs, so that row 5 is text
 5 there, and the same loss is 1.4.
 
-Not compared:
+A pipeline sends over its own axis, and what its stages compute must not depend on the device: if a stage asks for the
+index of its device, the loss is computed once more with all stages on one device, for this mesh and its microbatches.
+
+Not compared with one device and the whole batch:
 
 - a loss that calls back into Python, and one whose random numbers depend on the device, as by `sk.fold_axis`. Random
   numbers by the positions of tokens among all tokens are the same on one device, and are compared;
@@ -32,11 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import axis_names, quoted
 from shardkit._jax import compat
 from shardkit._jax.interpreter import FactInterpreter
+from shardkit._jax.jaxprs import mesh_axes, walk
+from shardkit.collectives import axis_index
 from shardkit.on_device.advice import Unintended
-from shardkit.on_device.batch import device_keys
+from shardkit.on_device.batch import device_keys, split_microbatches
+from shardkit.on_device.pipelines import Staged
 from shardkit.plans.storage import pad_leaves
 from shardkit.steps.examples import Examples, Readings, read_means, sum_means
 from shardkit.steps.state import TrainState
@@ -69,6 +75,7 @@ class Sent(NamedTuple):
         of_tokens: whether examples are split, or their tokens alone.
         has_16_bits: whether the loss is computed with 16 bits.
         on_cpu: whether the CPU computes it.
+        of_stages: whether it asks along the axis of a pipeline.
     """
 
     line: str
@@ -78,6 +85,7 @@ class Sent(NamedTuple):
     of_tokens: bool
     has_16_bits: bool
     on_cpu: bool
+    of_stages: bool = False
 
 
 class LossOfWholeBatch(NamedTuple):
@@ -108,6 +116,8 @@ class LossOfWholeBatch(NamedTuple):
             return
         does = "asks for the index of a device along" if sent.only_asks else "sends over"
         batch = _OF_TOKENS if sent.of_tokens else _OF_EXAMPLES
+        if sent.of_stages:
+            batch = _OF_STAGES
         warnings.warn(
             f"step: {sent.line}: the loss, which {does} {quoted(sent.axes)} here, must be the same on every mesh; it "
             f"is {loss:.6g} on this one, and {self.loss:.6g} where one device has {batch}",
@@ -126,6 +136,10 @@ _OF_TOKENS = (
     "device's own from sk.layers.positions and what stands beside them from sk.collectives.halo_exchange, put them "
     "into another order by sk.layers.zigzag inside of the loss, or pass make_train_step(..., examples='mixed') if each "
     "device is meant to compute what it does, as of a batch that is in the order of this mesh."
+)
+_OF_STAGES = (
+    "all stages. Pass value_and_grad(..., layer_numbers=True) for the number of a layer, and draw by "
+    "sk.fold_keys(keys, number)."
 )
 
 
@@ -147,8 +161,15 @@ def find_sent(splits: Sequence[tuple[Examples, Readings]]) -> Sent:
         has_16_bits = has_16_bits or readings.has_16_bits
     line = (lines or index_lines)[0]
     mesh = splits[0][0].placement.mesh
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return Sent(line, not lines, tuple(sorted(axes)), tuple(split_axes), of_tokens, has_16_bits, on_cpu)
+    return Sent(line, not lines, tuple(sorted(axes)), tuple(split_axes), of_tokens, has_16_bits, _is_cpu(mesh))
+
+
+def find_index_of_stage(jaxpr: Any, axes: Sequence[str]) -> str:
+    """The first line that asks for the index of a device along the axis of a pipeline; "" if none does."""
+    for site in walk(jaxpr):
+        if site.name == "axis_index" and set(mesh_axes(site.equation)) & set(axes):
+            return site.source
+    return ""
 
 
 def make_mesh_of_one(mesh: Mesh, axes: Sequence[str]) -> Mesh:
@@ -172,8 +193,7 @@ def can_be_whole(examples: Examples, readings: Readings, state: TrainState, batc
         return False
     if examples.parts > 1 or set(examples.manual) != set(mesh.axis_names):
         return False
-    processes = {device.process_index for device in mesh.devices.flat}
-    if processes != {jax.process_index()}:
+    if not _is_here(mesh):
         return False
     if count_bytes((state.params, state.carried, batch)) > MOST_BYTES:
         return False
@@ -201,6 +221,57 @@ def compute_whole_batch(
     if memory is not None and memory.temp_size_in_bytes > MOST_BYTES:
         return None
     return LossOfWholeBatch(float(read_means(compiled(*args)).sum()), sent)
+
+
+def compute_in_sequence(
+    pipeline: Staged, examples: Examples, readings: Readings, state: TrainState, batch: Any, key: jax.Array
+) -> LossOfWholeBatch | None:
+    """The loss of a pipeline of which one device runs all stages; None if it asks for no index of a stage's device.
+
+    `key` is that of the step.
+
+    Worked example: a stage multiplies by `axis_index("stage") + 1`. Two devices multiply by 1 and then by 2, and one
+    device with both stages by 1 and by 1.
+    """
+    mesh = examples.placement.mesh
+    axes = axis_names("step", pipeline.stages.axis)
+    line = find_index_of_stage(readings.jaxpr, axes)
+    # The collectives of a spread head need the index of each device.
+    if not line or pipeline.stages.spread is not None or readings.losses["loss"].sends:
+        return None
+    if readings.calls_python or not _is_here(mesh):
+        return None
+
+    def on_device(params: Any, carried: Any, batch: Any, key: jax.Array) -> jax.Array:
+        keys = device_keys(key, batch, examples.placement.batch)
+        is_first = axis_index(axes) == 0
+
+        def sum_microbatch(microbatch: Any) -> jax.Array:
+            terms = examples.compute(params, carried, *microbatch)["loss"]
+            # Each device has another index; the first one is the one device.
+            terms = jax.tree.map(lambda x: jnp.where(is_first, x, 0), terms)
+            return sum_means(terms, ())
+
+        microbatches = split_microbatches((batch, keys), examples.parts)
+        return jnp.sum(jax.lax.map(sum_microbatch, microbatches), axis=0)
+
+    run = examples.map_devices(on_device, batch, PartitionSpec(), PartitionSpec())
+    args = (state.params, examples.carried, batch, key)
+    compiled = jax.jit(run).lower(*args).compile()
+    memory = compiled.memory_analysis()
+    if memory is not None and memory.temp_size_in_bytes > MOST_BYTES:
+        return None
+    sent = Sent(line, True, axes, (), False, readings.has_16_bits, _is_cpu(mesh), of_stages=True)
+    return LossOfWholeBatch(float(read_means(compiled(*args)).sum()), sent)
+
+
+def _is_here(mesh: Mesh) -> bool:
+    """Whether this process has all devices."""
+    return {device.process_index for device in mesh.devices.flat} == {jax.process_index()}
+
+
+def _is_cpu(mesh: Mesh) -> bool:
+    return bool(mesh.devices.flat[0].platform == "cpu")
 
 
 def count_bytes(tree: Any) -> int:
