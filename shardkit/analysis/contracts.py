@@ -257,7 +257,8 @@ def at_least_as_wide(sums: str, expected: Any) -> bool:
     """Whether a sum in this dtype loses no more than one in the other; integers are added exactly."""
     if not jnp.issubdtype(sums, jnp.inexact):
         return True
-    # More bits, and not as many: neither of bfloat16 and float16 has all numbers of the other.
+    # Of another dtype it must have more bits, as many are not enough: neither of bfloat16 and float16 has all numbers
+    # of the other.
     return jnp.dtype(sums) == jnp.dtype(expected) or jnp.finfo(sums).bits > jnp.finfo(expected).bits
 
 

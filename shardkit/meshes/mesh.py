@@ -188,8 +188,8 @@ def make_hybrid_mesh(
 
 
 def _slice_or_process(device: jax.Device) -> int:
-    # Inside a slice the links are fast. Where there are no slices, as with GPUs, they are inside a host, and a host has
-    # one process.
+    # Inside a slice the links are fast. Without slices, as on CPUs, the devices of one process stand for a group: if a
+    # host has several processes, pass group_of.
     return getattr(device, "slice_index", device.process_index)
 
 

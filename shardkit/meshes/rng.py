@@ -187,7 +187,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
     for _ in shape:
         draw = jax.vmap(draw)
     kept = draw(keys_b)
-    # In the dtype of x: divided by a float32, bfloat16 activations would become float32.
+    # In the dtype of x: a numpy array of bfloat16 over a Python number would become float32.
     scaled = x_b / jnp.asarray(1 - float(rate), x_b.dtype)
     # A product with 0 and 1 would make a nan of an infinity that is dropped.
     return jnp.where(kept, scaled, jnp.zeros_like(x_b))

@@ -483,8 +483,7 @@ def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Arr
 
 def _pad(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """With zeros where a dim does not divide: rows and columns of zeros change nothing in the others."""
-    padded: jax.Array = pad_to(x, padded_shape(x.shape, spec, mesh))
-    return padded
+    return pad_to(x, padded_shape(x.shape, spec, mesh))
 
 
 def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:

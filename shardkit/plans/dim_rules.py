@@ -41,7 +41,7 @@ def make_dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> Choos
     specs = _specs_by_path(name, axes, rules)
 
     def read_spec(path: str, shape: tuple[int, ...]) -> int | None:
-        # Refused, not left whole: a large leaf that was forgotten would fill the memory of every device.
+        # Refused, not left whole: every device would store all of a forgotten leaf, and nothing would say so.
         if path not in specs:
             _refuse_unknown_leaf(name, path, specs)
         return _find_dim(name, axes, path, shape, specs[path])
@@ -147,8 +147,8 @@ def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, Pa
                 f"{name}: rules must be a function of path and shape, or a tree of PartitionSpecs; got {spec!r} for "
                 f"{path_name(path)}. Make the tree with specs_from_rules."
             )
-        # Of a tuple of axes a spec must have all: `_find_dim` refuses some of them, with the leaf. Here one is enough
-        # to show that the rules are for this strategy.
+        # A spec with only some of a strategy's axes is refused by `_find_dim`, which names the leaf. Here one axis is
+        # enough to show that the rules are for this strategy.
         used |= all_axes(spec)
     if not used & set(axes):
         raise ValueError(

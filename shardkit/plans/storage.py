@@ -174,7 +174,7 @@ def _restore_array(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -
     return _rows(array, tuple(inverse.tolist()), zeros > 0)
 
 
-def pad_to(x: Any, shape: Sequence[int]) -> Any:
+def pad_to(x: Any, shape: Sequence[int]) -> jax.Array:
     """An array with zeros at the end of each dim, up to a shape."""
     widths = []
     for size, padded_size in zip(x.shape, shape, strict=True):
@@ -205,7 +205,7 @@ def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
     further dims are split.
     """
     if not uneven:
-        # No index is out of bounds: "clip" spares the comparison by which the default mode fills such rows with nan.
+        # All indices are in bounds. "clip" spares the select by which the default mode fills other rows with nan.
         return jnp.take(x, np.array(rows), axis=0, mode="clip")
     slices = []
     for start, stop in _find_runs(rows):

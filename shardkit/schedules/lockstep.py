@@ -41,7 +41,7 @@ def lockstep(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
         for i in range(m):
             # Round g of p microbatches, of which i is number r; chunk c of device d has stage s. Of two devices with
             # two chunks, microbatch 3 is number 1 of round 1, and stage 2 is chunk 1 of device 0: its forward is at
-            # tick 4 + 2 + 1 + 0 = 7.
+            # tick 4 + 1 + 2 + 0 = 7.
             g, r = divmod(i, p)
             for s in range(v * p):
                 c, d = divmod(s, p)

@@ -118,7 +118,7 @@ def _search_placement(work: Actions, places: int, bound: float, best: _Candidate
     rows_by_makespan: dict[float, Timed] = {}  # orders with the same makespan are mostly the same order
     for rows in _try_orders(work, places):
         rows_by_makespan.setdefault(work.find_makespan(rows), rows)
-        # No further rule can be faster.
+        # No further order can be faster.
         if min(rows_by_makespan) <= bound:
             break
     for makespan in sorted(rows_by_makespan)[:_TIGHTENED]:
@@ -316,7 +316,7 @@ def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]
     the next free times: 5 after 4, and 8 after 7.
     """
     passes = [("F", stage) for stage in range(2 * p)] + [("I", stage) for stage in reversed(range(2 * p))]
-    # A microbatch goes along the V four times: forward there and back, then its gradient there and back. `steps` has
+    # A microbatch passes the devices four times: forward there and back, then its gradient there and back. `steps` has
     # the time from device to device on each of these ways, `turns` the time at each of the three ends between them.
     for steps, turns in product(product((1, 2), repeat=4), product(range(1, _PERIOD + 1), repeat=3)):
         # With two devices, all steps and turns of one: the gaps 0, 1 1, 1 1, 1 1, 1 0, whose sums are the times 0 to 7.
@@ -359,6 +359,6 @@ def _add_weight_gradients(begins: dict[tuple[str, int], int], stages: tuple[int,
         begins["W", stage] = begin
         taken.add(begin % _PERIOD)
         in_flight += begin - begins["F", stage]
-    # A microbatch comes once a period, so this sum over the period is how many chunks are in flight on average. The
-    # peak may be higher: `_try_orders` counts it.
+    # A microbatch comes once a period, so this sum over the period is the average of chunks in flight, without the tick
+    # of each W. So it leaves out only orders that cannot fit: `_try_orders` counts the peak.
     return in_flight <= _PERIOD * places

@@ -285,7 +285,6 @@ def count_peak(actions: list[Action]) -> int:
     for action in actions:
         if action.op == "F":
             in_flight += 1
-        # Before the place is given back: a backward holds its microbatch until its end.
         peak = max(peak, in_flight)
         if action.op in "BW":
             in_flight -= 1

@@ -41,7 +41,8 @@ from shardkit.plans.dim_rules import ChooseDim, DimRules, is_in_subtrees, is_sta
 from shardkit.plans.plan import Plan, strategy
 from shardkit.plans.splits import Gather, Leaf, Scatter, Split
 
-# A leaf of fewer elements would save at most 4 KB in float32, and need collectives of its own.
+# A leaf of fewer elements has less than 4 KB in float32, and each Adam moment as much: too little for collectives of
+# its own.
 MIN_SIZE = 1024
 Uneven = Literal["replicate", "refuse", "pad"]
 

@@ -140,7 +140,8 @@ def one_device(
     try:
         exact_run = _run(training, relative, sign=0)
     except (UnboundAxisError, NameError) as error:
-        # Python raises it of a variable, with its name; jax of an axis, without one.
+        # Python's own is of a variable: NameError has its name, UnboundLocalError has none. jax raises NameError of an
+        # axis, without a name.
         if isinstance(error, UnboundLocalError) or getattr(error, "name", None):
             raise
         raise ValueError(

@@ -4,12 +4,14 @@
     python tests/support/compiled_rows.py 0 5 --topology v5e:2x4
     python tests/support/compiled_rows.py 0 5 --topology h100:1x1x8 --missing
 
-`--missing` only reads the modules, and prints which operations have no meaning, by their names, with their counts and
-rows: so a compiler's program is judged without the minutes of its proof. The compiler of the topology must be installed
-(`shardkit[aot]`, `shardkit[aot-gpu]`). CPU seconds are those of the law: trace, compile, read and prove.
+`--missing` only reads the modules, and prints the operations and calls of unknown names, with their counts and rows: so
+a compiler's program is judged without the minutes of its proof. A call whose name is known may still be refused by its
+settings, as the law says. The compiler of the topology must be installed (`shardkit[aot]`, `shardkit[aot-gpu]`). CPU
+seconds are those of the law: trace, compile, read and prove.
 """
 
 import argparse
+import json
 import math
 import statistics
 import subprocess
@@ -18,17 +20,12 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
+
 _TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 
 _LIMIT = 280  # seconds of one row
-
-
-class _Patch:
-    """What `rows.shrink` sets attributes with; a process has one row, so that nothing is set back."""
-
-    def setattr(self, owner, name, value):
-        setattr(owner, name, value)
 
 
 def prove_row(number, topology, only_missing):
@@ -38,54 +35,46 @@ def prove_row(number, topology, only_missing):
     sk.simulate_devices(8)
     from support import rows
 
-    choice = rows.cases()[number].choice
-    in_four = choice["stage"] and rows.ways_of(choice) == 4  # of whose examples a device's must make microbatches
-    rows.shrink(_Patch(), 48 if in_four else 24)
-    case = rows.case_of(choice, number)
+    case = rows.shrink_case(pytest.MonkeyPatch(), number)  # of this process, which has one row: nothing is set back
     program = rows.program_of(case)
     start = time.process_time()
-    verdict = judge(program, _choose_topology(topology, rows.sizes_of(choice)), only_missing)
-    print(f"{number}\t{time.process_time() - start:.1f}\t{case.name}\t{verdict}", flush=True)
+    verdict = judge(program, _choose_topology(topology, rows.sizes_of(case.choice)), only_missing)
+    seconds = time.process_time() - start
+    print(json.dumps({"name": case.name, "seconds": seconds, "verdict": verdict}), flush=True)
 
 
 def _choose_topology(topology, sizes):
     """The topology, or of a GPU's that of as many devices as the row has."""
-    if topology and not topology.startswith("v"):
-        return f"{topology.partition(':')[0]}:1x1x{math.prod(sizes.values())}"
-    return topology
+    from shardkit.analysis.hlo.topology import parse_topology
+
+    if topology is None:
+        return None
+    parsed = parse_topology(topology)
+    if parsed.platform == "tpu":
+        return topology
+    return f"{parsed.chip}:1x1x{math.prod(sizes.values())}"
 
 
 def judge(program, topology, only_missing):
-    """The verdict of the law on the step of a program, for CPU or for a topology."""
+    """The verdict of the law on a step, for CPU or for a topology; or the step's operations of unknown names."""
     from shardkit.analysis.hlo import aot
-    from shardkit.testing.exact import compiled_law
-    from shardkit.testing.exact.compiled_pair import CompiledPair
-    from shardkit.testing.exact.draws import STEP
+    from shardkit.testing.exact.compiled_law import prove_step
     from shardkit.testing.exact.evidence import UnprovableError
     from shardkit.testing.exact.law import TracedRow
 
+    if only_missing:
+        return list_missing(aot.build(TracedRow.of(program).step, (), topology=topology).module)
     try:
-        if topology is None:
-            return compiled_law.compiled(program, None) or "equal"
-        traced = TracedRow.of(program)
-        built = aot.build(traced.step, (), topology=topology)
-        if only_missing:
-            return list_missing(built.module)
-        pair = CompiledPair.of_absent("law", built, topology, traced.step.jaxpr)
-
-        def make_arguments(field):
-            return compiled_law._make_arguments(program, traced, field)
-
-        pair.prove("law", "", "output", make_arguments, 2, STEP)
-        return "equal"
+        assumed = prove_step(program, topology)
     except UnprovableError as error:
         return f"undecided: {error}"
     except AssertionError as error:
         return f"REFUTED: {error}"
+    return f"equal; assumed: {'; '.join(assumed)}" if assumed else "equal"
 
 
 def list_missing(serialized):
-    """The operations of a module that have no meaning, with their counts: "tpu_custom_call 12, ...", "none"."""
+    """The operations and calls of a module whose names are unknown, with their counts: {"tpu_custom_call": 12}."""
     from shardkit._jax import compat
     from shardkit.testing.exact.stablehlo.library_rules import LIBRARY
     from shardkit.testing.exact.stablehlo.module import rewrite
@@ -94,7 +83,7 @@ def list_missing(serialized):
     try:
         module = compat.parse_hlo(rewrite(serialized))
     except ValueError:
-        return "a type that jaxlib refuses 1"
+        return {"a part that jaxlib refuses": 1}
     missing = Counter()
     waiting = [module.operation]
     while waiting:
@@ -103,29 +92,26 @@ def list_missing(serialized):
         if name == "stablehlo.custom_call":
             target = operation.attributes["call_target_name"].value
             if target not in LIBRARY:
-                missing[target.replace(",", "")] += 1
+                missing[target] += 1
         elif name not in (*OPERATION_RULES, "builtin.module", "func.func") and not name.endswith(".return"):
             missing[name] += 1
         for region in operation.regions:
             for block in region.blocks:
                 waiting += [view.operation for view in block.operations]
-    return ", ".join(f"{name} {count}" for name, count in missing.most_common()) or "none"
+    return dict(missing)
 
 
 def print_missing(verdicts):
     """The table by operation: how often it occurs, and in which rows."""
     counts = Counter()
     numbers = defaultdict(list)
-    for number, verdict in verdicts.items():
-        if verdict == "none":
-            continue
-        for part in verdict.split(", "):
-            name, _, count = part.rpartition(" ")
-            counts[name] += int(count)
+    for number, missing in verdicts.items():
+        for name, count in missing.items():
+            counts[name] += count
             numbers[name].append(number)
     for name, count in counts.most_common():
         print(f"{count:6}  {name}  in rows {', '.join(map(str, numbers[name]))}")
-    readable = [number for number, verdict in verdicts.items() if verdict == "none"]
+    readable = [number for number, missing in verdicts.items() if not missing]
     print(f"{len(readable)} of {len(verdicts)} rows without such an operation: {', '.join(map(str, readable))}")
 
 
@@ -133,7 +119,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", type=int, help="numbers of rows; all by default")
     parser.add_argument("--topology", help='as "v5e:2x4" or "h100:1x1x8"; the CPU by default')
-    parser.add_argument("--missing", action="store_true", help="only list operations without a meaning")
+    parser.add_argument("--missing", action="store_true", help="only list operations of unknown names")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -157,10 +143,11 @@ def main():
         if run.returncode:
             print(f"{number:3}  failed: {run.stderr.strip().splitlines()[-1]}", flush=True)
             continue
-        _, cpu_seconds, name, verdict = run.stdout.strip().splitlines()[-1].split("\t")
-        seconds.append(float(cpu_seconds))
-        verdicts[number] = verdict
-        print(f"{number:3}  {float(cpu_seconds):6.1f} CPU s  {name}: {verdict}", flush=True)
+        row = json.loads(run.stdout.strip().splitlines()[-1])
+        seconds.append(row["seconds"])
+        verdicts[number] = row["verdict"]
+        print(f"{number:3}  {row['seconds']:6.1f} CPU s  {row['name']}: {row['verdict']}", flush=True)
+    print(f"{len(verdicts)} of {len(numbers)} rows were run to the end")
     if options.missing:
         print_missing(verdicts)
     elif seconds:

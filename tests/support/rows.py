@@ -230,6 +230,15 @@ def shrink(monkeypatch: Any, batch_size: int = 24) -> None:
     monkeypatch.setattr(sys.modules[__name__], "batch", cache(batch.__wrapped__))
 
 
+def shrink_case(monkeypatch: Any, number: int) -> Case:
+    """A row of the covering list with two layers, few tokens and few examples."""
+    choice = cases()[number].choice
+    # On four devices a pipeline splits the examples of each into microbatches.
+    in_four = choice["stage"] and ways_of(choice) == 4
+    shrink(monkeypatch, 48 if in_four else 24)
+    return case_of(choice, number)
+
+
 def _settings(case: Case) -> tuple[transformer.Config, int]:
     """The configuration of the one device, and in how many ways the batch is split for its microbatches."""
     piped = bool(case.choice["stage"] and case.config.balance)

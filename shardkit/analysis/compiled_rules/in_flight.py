@@ -93,10 +93,8 @@ def _compare(program: CompiledProgram, first: FoundCollective, second: FoundColl
 
 def _list_groups(program: CompiledProgram, collective: FoundCollective) -> Groups:
     """The groups of devices that share a communicator; of a permute, all devices that its pairs connect."""
-    if not collective.groups:  # one of all devices
-        return (tuple(range(math.prod(program.mesh.values()))),)
     if collective.kind != "ppermute":
-        return collective.groups
+        return collective.groups or (tuple(range(math.prod(program.mesh.values()))),)  # without groups, of all devices
     # Pairs that share a device join: of (0, 1), (1, 2), (4, 5) the groups are {0, 1, 2} and {4, 5}.
     groups: list[set[int]] = []
     for pair in collective.groups:

@@ -119,7 +119,8 @@ def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair
         source, target = pair
         return (target - source) % devices, pair
 
-    # Pairs of one distance come one after the other, and fill a part together: a shift round the ring is one ppermute.
+    # Pairs of one distance come one after the other: if each distance is a complete shift round the ring, each shift is
+    # one ppermute.
     for source, target in sorted(pairs, key=distance_first):
         free_at_source = _find_free_part(target_of[source])
         free_at_target = _find_free_part(source_of[target])

@@ -59,9 +59,9 @@ class ComparedElements:
     def find_without_numbers(self) -> tuple[str, np.ndarray] | None:
         """The name of a result with elements that were NaN in some run and a number in none, and which; else None.
 
-        An element that is infinite in all runs is none of these: it is so behind a mask of constants. One that is NaN
-        in one run and infinite in all others has shown nothing, as the sum of `log(log(x))` where no run has all x
-        above 1.
+        An element that is infinite in all runs is none of these: mostly it is so behind a mask of constants. One that
+        is NaN in one run and infinite in all others has shown nothing, as the sum of `log(log(x))` where no run has all
+        x above 1.
         """
         for name, numbers in self.numbers.items():
             without = self.poisoned[name] & ~numbers

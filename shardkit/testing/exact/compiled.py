@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import at_least
 from shardkit._arguments.typed import typed
 from shardkit._jax.jaxprs import walk
+from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.topology import parse_topology, tracing_for
 from shardkit.steps.step import Step
 from shardkit.testing._compare import UnequalError, describe_shapes
@@ -30,6 +31,7 @@ from shardkit.testing.exact.draws import of_kernels
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
+from shardkit.testing.exact.stablehlo.undefined import UNDEFINED
 
 _SHORT = 2  # bytes of a float whose rounding is told
 _BITS_OF_FLOAT32 = 23  # of its mantissa
@@ -121,16 +123,12 @@ def assert_compiled_equal(
     if topology is None:
         pair = CompiledPair.of(where, traced.lower().compile(), side)
     else:
-        from shardkit.analysis.hlo import aot  # the compilers of absent chips, which few programs need
-
         pair = CompiledPair.of_absent(where, aot.build(traced, passed, topology=topology), topology, side)
     seconds = check_size(where, pair.programs, points, _DRAWS)
     evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, of_kernels(seconds))
     name = getattr(function, "__name__", type(function).__name__)
     what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
-    assumed = [*ASSUMED_AS_COMPILED, *describe_rounding(*pair.programs)]
-    if pair.imported.module.allocates:
-        assumed.append("memory to which nothing was written holds finite numbers")
+    assumed = [*ASSUMED_AS_COMPILED, *describe_rounding(*pair.programs), *describe_memory(pair.on_devices)]
     return certify(what, shapes, evidence, assumed)
 
 
@@ -147,6 +145,13 @@ def describe_rounding(compiled: Any, traced: Any) -> list[str]:
             place = f"first at {line}, where the other side does not"
             sentences.append(f"that it rounds to {name}, {place}, is no difference")
     return sentences
+
+
+def describe_memory(compiled: Any) -> list[str]:
+    """That numbers of which nothing is known are finite, if a compiled program may read some (`undefined.py`)."""
+    if any(site.name == UNDEFINED for site in walk(compiled.jaxpr)):
+        return ["what is read where nothing was written, or beyond an array, is a finite number"]
+    return []
 
 
 def _find_short_floats(program: Any) -> dict[str, str]:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardkit.analysis.hlo import aot
 from shardkit.steps.step import Step
 from shardkit.testing.exact.arguments import check_values
 from shardkit.testing.exact.certificate import describe_folded_constants, make_note
-from shardkit.testing.exact.compiled import describe_rounding
+from shardkit.testing.exact.compiled import describe_memory, describe_rounding
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import STEP
 from shardkit.testing.exact.evidence import UnprovableError
@@ -49,27 +50,37 @@ def compiled(program: Program, reference: Reference) -> str | None:
     if not isinstance(program.step, Step):
         return "as compiled: the step must be one of make_train_step"
     try:
-        assumed = _prove(program)
+        assumed = prove_step(program)
     except UnprovableError as error:
         return f"not as compiled: {error}"
     return make_note(assumed)
 
 
-def _prove(program: Program) -> list[str]:
-    """Refuses a compiled step that differs from the traced one; returns the assumptions of a proof, as sentences."""
+def prove_step(program: Program, topology: str | None = None) -> list[str]:
+    """Refuses a compiled step that differs from the traced one; returns the assumptions of a proof, as sentences.
+
+    With a topology the step is compiled for chips that need not be present.
+    """
     check_values("law", (program.params, program.batches))
     traced = TracedRow.of(program)
     check_size("law", [traced.program], _POINTS, _RUNS, longest=_MOST_SECONDS)  # compiling takes long, too
-    # A run has the program already; without one, shapes are enough to compile it.
-    executable = program.compiled if "compiled" in vars(program) else _compile(program, traced)
-    pair = CompiledPair.of("law", executable, traced.step.jaxpr)
+    if topology is not None:
+        pair = CompiledPair.of_absent("law", aot.build(traced.step, (), topology=topology), topology, traced.step.jaxpr)
+    else:
+        # A run has the program already; without one, shapes are enough to compile it.
+        executable = program.compiled if "compiled" in vars(program) else _compile(program, traced)
+        pair = CompiledPair.of("law", executable, traced.step.jaxpr)
     check_size("law", pair.programs, _POINTS, _RUNS, longest=_MOST_SECONDS)
 
     def make_arguments(field: Field) -> list[Any]:
         return _make_arguments(program, traced, field)
 
     evidence = pair.prove("law", "", "output", make_arguments, _POINTS, STEP)
-    return [*describe_folded_constants(evidence), *describe_rounding(*pair.programs)]
+    return [
+        *describe_folded_constants(evidence),
+        *describe_rounding(*pair.programs),
+        *describe_memory(pair.on_devices),
+    ]
 
 
 def _compile(program: Program, traced: TracedRow) -> Any:

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from shardkit.testing.exact.coverage import Decision
 from shardkit.testing.exact.forms import sign_value
 from shardkit.testing.exact.interpreter import HangsError
-from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.errors import NO_VALUE, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
@@ -36,7 +37,7 @@ from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
 
 # A draw that has no meaning, or none with comparisons turned round.
-_MEANINGLESS = (DiffersError, HangsError, RedrawError, TooDeepError, UnknownValueError, UnsupportedError)
+_MEANINGLESS = (DiffersError, HangsError, *NO_VALUE, UnsupportedError)
 # What takes one of two numbers, or says which is larger: for other inputs it takes the other one.
 _CHOICES = {*ORDERED, "select_n", "round", "floor", "ceil", "lt_to", "le_to"}
 _MOST_TURNED = 6  # choices that may hide a comparison in a draw
@@ -77,11 +78,13 @@ def _is_hidden(key: Any, draws: Iterable[_Draw], ties: bool) -> bool:
     hides = False
     for draw in draws:
         try:
-            if draw.shows({key[1:3]: ties}):
-                return False
-            hides = hides or draw.hides({key[1:3]: ties})
+            plain = draw.plain
+            changed = draw.run({key[1:3]: ties})
         except _MEANINGLESS:
             continue
+        if changed.results != plain.results:
+            return False
+        hides = hides or draw.hides({key[1:3]: ties}, changed)
     return hides
 
 
@@ -90,7 +93,7 @@ def _is_mask(x: Operand) -> bool:
 
 
 class _Draw:
-    """A side in one draw, as it is and with comparisons turned round."""
+    """A side in one draw, as it is and with comparisons turned round. Only the run as it is is kept: a run is large."""
 
     def __init__(self, pair: ProgramPair, side: int, field: Field):
         self._side: Side = pair.sides[side]
@@ -100,47 +103,73 @@ class _Draw:
         for other_side, equation, part, _ in pair.coverage.decisions:
             if other_side == side:
                 self._parts.setdefault(equation, set()).add(part)
-        self._runs: dict[frozenset[Any], _Run] = {}
 
-    def shows(self, turned: Turned) -> bool:
-        """Whether the results depend on a comparison."""
-        return self._run(turned).results != self._run({}).results
+    @cached_property
+    def plain(self) -> _Run:
+        """The side as it is."""
+        return self.run({})
 
-    def hides(self, turned: Turned) -> bool:
-        """Whether a choice hides a comparison from the results."""
-        ends = self._run({}).find_ends(self._run(turned))
+    def run(self, turned: Turned) -> _Run:
+        """The side with comparisons turned round."""
+        field = self._field.like()
+        field.turned = turned
+        return _Run(self._side, field)
+
+    def hides(self, turned: Turned, changed: _Run) -> bool:
+        """Whether a choice hides a comparison from the results, which are those of `changed` too.
+
+        A choice behind another one may hide it as well. Worked example: `min(min(w, c), d)`, where w depends on the
+        comparison. The change ends at the first minimum. With that one turned round, it ends at the second one, which
+        is turned round beside it.
+        """
+        ends = self.plain.find_ends(changed)
         names = {event.place.primitive for event in ends}
         if not names & _CHOICES:
             return False
-        choices = self._find_turnable(self._run({}).record, ends)
-        for choice in choices[:_MOST_TURNED]:
-            if self._run({**turned, **choice}).results != self._run(choice).results:
+        choices, is_complete = self._find_turnable(self.plain.record, ends)
+        waiting: list[dict[tuple[int, str], bool]] = list(choices)
+        tried = 0
+        while waiting:
+            choice = waiting.pop(0)
+            tried += 1
+            if tried > _MOST_TURNED:
+                is_complete = False
+                break
+            try:
+                before = self.run(choice)
+                after = self.run({**turned, **choice})
+            except _MEANINGLESS:  # that tells nothing, as if it could not be turned
+                is_complete = False
+                continue
+            if after.results != before.results:
                 return True
-        return not choices and names <= _CHOICES
+            further, _ = self._find_turnable(before.record, before.find_ends(after))
+            for other in further:
+                if not other.keys() <= choice.keys():
+                    waiting.append({**choice, **other})
+        # Where all that ends the change are choices, one that was not turned counts as one that hides.
+        return names <= _CHOICES and not is_complete
 
-    def _find_turnable(self, record: Record, ends: Iterable[Event]) -> list[dict[tuple[int, str], bool]]:
-        """The comparisons by which choices choose: their own, or those that their masks follow from."""
-        equations: dict[int, None] = {}
+    def _find_turnable(self, record: Record, ends: Iterable[Event]) -> tuple[list[dict[tuple[int, str], bool]], bool]:
+        """The comparisons by which choices choose: their own, or those that their masks follow from.
+
+        Returns:
+            Them, and whether all choices among the ends are turned with them.
+        """
+        turnable: dict[int, dict[tuple[int, str], bool]] = {}
+        is_complete = True
         for event in ends:
-            if event.place.primitive in _CHOICES:
-                equations[id(event.place.equation)] = None
-                masks = [x for x in event.operands if _is_mask(x)]
-                for number in sorted(record.find_causes(masks, up_to=tuple(ORDERED))):
-                    equations[id(record.events[number].place.equation)] = None
-        turnable = []
-        for equation in equations:
-            parts = self._parts.get(equation)
-            if parts:
-                turnable.append({(equation, part): False for part in parts})
-        return turnable
-
-    def _run(self, turned: Turned) -> _Run:
-        key = frozenset(turned.items())
-        if key not in self._runs:
-            field = self._field.like()
-            field.turned = turned
-            self._runs[key] = _Run(self._side, field)
-        return self._runs[key]
+            if event.place.primitive not in _CHOICES:
+                continue
+            equations = [id(event.place.equation)]
+            masks = [x for x in event.operands if _is_mask(x)]
+            for number in sorted(record.find_causes(masks, up_to=tuple(ORDERED))):
+                equations.append(id(record.events[number].place.equation))
+            compared = [equation for equation in equations if equation in self._parts]
+            for equation in compared:
+                turnable[equation] = {(equation, part): False for part in self._parts[equation]}
+            is_complete = is_complete and bool(compared)
+        return list(turnable.values()), is_complete
 
 
 class _Run:
@@ -163,9 +192,9 @@ class _Run:
         Worked example: a comparison is turned round in `y = where(x > 1, x, 2 * x); min(y, 0) + (y - y)`. The results
         of `where` are other ones, and those of `min` and `sub` are the same: these two.
         """
-        twins = other._by_key()
+        twins = other._events
         ends = []
-        for key, event in self._by_key().items():
+        for key, event in self._events.items():
             twin = twins.get(key)
             if twin is None:  # of a branch that is not taken
                 continue
@@ -175,7 +204,8 @@ class _Run:
                 ends.append(event)
         return ends
 
-    def _by_key(self) -> dict[Any, Event]:
+    @cached_property
+    def _events(self) -> dict[Any, Event]:
         """The events by their equation, and how often it ran before."""
         times: Counter[Any] = Counter()
         events = {}

@@ -28,7 +28,8 @@ from shardkit._jax.dependence import without_unused
 from shardkit.analysis.hlo.protobuf import message
 from shardkit.analysis.hlo.report import Built
 from shardkit.collectives.basic import vary
-from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.block_reader import BlockReader, is_unreadable
 from shardkit.testing.exact.stablehlo.module import ImportedModule
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 
@@ -154,6 +155,8 @@ class ImportedProgram(NamedTuple):
                 inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
             reader = BlockReader(self.module, OPERATION_RULES)
             results = reader.run(self.module.find_function("main"), inputs)
+            if any(is_unreadable(x) for x in results):
+                raise UnreadableError("a result that no operation has finished")
             return [lax.expand_dims(x, (0,)) for x in results]
 
         types = (AxisType.Auto,) * len(self.mesh)

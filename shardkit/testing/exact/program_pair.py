@@ -30,7 +30,13 @@ from shardkit.testing.exact.difference import describe_difference, describe_reme
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
 from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.no_number import describe_no_number, find_first_no_number
-from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError, UnsupportedError
+from shardkit.testing.exact.numbers.errors import (
+    NO_VALUE,
+    RedrawError,
+    TooDeepError,
+    UnknownValueError,
+    UnsupportedError,
+)
 from shardkit.testing.exact.numbers.field import SEEDS, Field
 from shardkit.testing.exact.numbers.folded import Constant, Folded, explain_constants, explain_inverses
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -206,7 +212,7 @@ class ProgramPair:
                     if element is None:
                         return
                     elements.append(element)
-        except (RedrawError, UnknownValueError, TooDeepError):
+        except NO_VALUE:
             return
         # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
         except UndecidedError:
@@ -332,7 +338,7 @@ class ProgramPair:
             return results
         with_laws = self._make_with_laws_of_roots(field)
         # Programs whose numbers have no value with these laws are compared without them.
-        with suppress(RedrawError, TooDeepError, UnknownValueError):
+        with suppress(*NO_VALUE):
             results_by_laws = self._compare_pairs(with_laws)
             if not results.are_equal() and results_by_laws.are_equal():
                 self.needs_laws = True
@@ -364,7 +370,7 @@ class ProgramPair:
         if inverses.keys() <= field.folded.keys():
             return self._run_with_computed_constants(field, results)
         other = field.with_folded(inverses)
-        with suppress(RedrawError, TooDeepError, UnknownValueError):
+        with suppress(*NO_VALUE):
             again = self._run_and_compare(other)
             if not again.are_equal():
                 # Also if these differ: the first wrong value is then none that has the inverse in it.
@@ -390,7 +396,7 @@ class ProgramPair:
             if not candidates:
                 continue
             other = field.with_folded(candidates)
-            with suppress(RedrawError, TooDeepError, UnknownValueError):
+            with suppress(*NO_VALUE):
                 again = self._run_and_compare(other)
                 if again.are_equal():
                     self.folded = other.folded
@@ -497,7 +503,7 @@ class ProgramPair:
         runs = self._make_runs(field)
         # First with the equations that no result needs: the mistake may be that one of their values is not read.
         if self.with_unused is not None:
-            with suppress(UnsupportedError, RedrawError, TooDeepError, UnknownValueError, HangsError):
+            with suppress(*NO_VALUE, UnsupportedError, HangsError):
                 return describe(runs._replace(on_mesh=self.with_unused), index, wanted)
         return describe(runs, index, wanted)
 

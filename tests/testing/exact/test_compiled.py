@@ -210,30 +210,6 @@ def test_an_order_by_bits_is_that_of_floats_with_its_own_constants_alone(edit, i
         assert (order is not None) == is_order
 
 
-COMPARED_KEY = """
-func.func @compare(%x: tensor<f32>) -> tensor<i1> {{
-  %zero = stablehlo.constant dense<0> : tensor<i32>
-  %mask = stablehlo.constant dense<2147483647> : tensor<i32>
-  %bits = stablehlo.bitcast_convert %x : (tensor<f32>) -> tensor<i32>
-  %negative = stablehlo.compare LT, %bits, %zero : (tensor<i32>, tensor<i32>) -> tensor<i1>
-  %flipped = stablehlo.xor %mask, %bits : tensor<i32>
-  %key = stablehlo.select %negative, %flipped, %bits : tensor<i1>, tensor<i32>
-  %result = stablehlo.compare {direction}, %key, %key : (tensor<i32>, tensor<i32>) -> tensor<i1>
-  return %result : tensor<i1>
-}}
-"""
-
-
-@pytest.mark.parametrize(("direction", "serves"), [("LT", True), ("GE", True), ("EQ", False)])
-def test_bits_that_are_compared_for_equality_are_read(direction, serves):
-    """Catches bits that are left out as if an order of floats alone read them: equal bits are read as they are."""
-    with compat.private("interpreters.mlir.make_ir_context")():
-        module = compat.private("interpreters.mlir.ir").Module.parse(COMPARED_KEY.format(direction=direction))
-        operations = list(module.body.operations[0].regions[0].blocks[0].operations)
-        [flipped] = [op.operation for op in operations if op.operation.name == "stablehlo.xor"]
-        assert scalar_rules._serves_order(flipped) == serves
-
-
 def test_groups_of_wrong_devices(mesh, monkeypatch):
     """The order of devices of groups that are axes of a mesh is read from the module itself: StableHLO loses it."""
     args = put(mesh, draw(8, 4), "data"), put(mesh, draw(4, 4), None, "model")

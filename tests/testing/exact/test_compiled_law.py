@@ -14,7 +14,6 @@ from support.training import lenient
 
 pytestmark = pytest.mark.optimized
 
-CHOICES = [case.choice for case in rows.cases()]
 # Seen to be proved with jax 0.10 and 0.12.
 PROVED = tuple(number for number in range(36) if number != 7)
 # Seen to be proved with jax 0.12, and "not decided" with jax 0.10, by a constant of muon. It may not be refuted.
@@ -26,10 +25,8 @@ UNDECIDED = (7,)
 @pytest.mark.parametrize("number", sorted(PROVED + UNDECIDED))
 def test_rows_of_the_covering_list(number, monkeypatch):
     """Alone in running the reader of modules on steps with every option."""
-    choice = CHOICES[number]
-    four = choice["stage"] and rows.ways_of(choice) == 4  # of whose examples a device's must make microbatches
-    rows.shrink(monkeypatch, 48 if four else 24)
-    note = compiled(rows.program_of(rows.case_of(choice, number)), None)  # a row that is refuted raises
+    program = rows.program_of(rows.shrink_case(monkeypatch, number))
+    note = compiled(program, None)  # a row that is refuted raises
     if number in PROVED:
         assert note is None or note.startswith("equal; assumed: ")
 

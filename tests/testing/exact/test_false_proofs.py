@@ -451,10 +451,29 @@ POLES = {
     "log2": (_mask_second(jnp.log2), jnp.log2),
     "digamma": (_mask_second(lax.digamma), lax.digamma),
     "digamma, of which the larger one with 0": (lambda x: jnp.maximum(lax.digamma(x - x), 0), zeros),
+    "lgamma of -1": (_mask_second(lambda x: lax.lgamma(x - 1)), lambda x: lax.lgamma(x - 1)),
     "lgamma less itself": (lambda x: lax.lgamma(x - x) - lax.lgamma(x - x), zeros),
     "atanh": (lambda x: lax.atanh(x - x + 1) - lax.atanh(x - x + 1), zeros),
     "erf_inv": (lambda x: lax.erf_inv(x - x + 1) * 0, zeros),
 }
+
+
+# What the real value of a draw takes for a pole, and the field does not: infinity would swallow x and 2 x alike.
+NO_POLES = {
+    "erf that rounds to 1": lambda x: lax.erf_inv(lax.erf(1e4 + x * x)),
+    "tanh that rounds to 1": lambda x: jnp.arctanh(jnp.tanh(1e4 + x * x)),
+    "an integer because it is large": lambda x: lax.lgamma(-1e17 * (1 + x * x)),
+    "zero to a power of unknown sign": lambda x: jnp.power(x - x, 1e-4 - x * x),
+}
+
+
+@pytest.mark.parametrize("name", NO_POLES)
+def test_a_pole_is_one_for_all_inputs(name):
+    function = NO_POLES[name]
+    args = (np.ones((4, 3), np.float32),)
+    settings = {"mesh": sk.abstract_mesh(d=2), "in_specs": P("d"), "out_specs": P("d"), "args": args, "grad": False}
+    with pytest.raises((AssertionError, UnprovableError)):
+        sk.testing.assert_equal_for_all_inputs(lambda x: function(x) + x, lambda x: function(x) + 2 * x, **settings)
 
 
 # An uninterpreted function was an ordinary number at its poles: what a mask takes away there was 0, and is NaN.

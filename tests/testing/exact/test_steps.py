@@ -72,11 +72,7 @@ def test_the_default_tier_has_every_option():
 @pytest.mark.quick(*map(str, FEW))
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_row_of_the_covering_list(number, monkeypatch):
-    choice = CASES[number].choice
-    four = choice["stage"] and rows.ways_of(choice) == 4  # of whose examples a device's must make microbatches
-    rows.shrink(monkeypatch, 48 if four else 24)
-    case = rows.cases()[number]
-    assert case.choice == choice
+    case = rows.shrink_case(monkeypatch, number)
     alone, params, batch = rows.alone(case), conformance.weights(case.config), rows.batch(0)
     holds(case.row, case.row.grad_fn, alone, params, [batch], rows.optimizer_of(case.choice["optimizer"], case.config))
 

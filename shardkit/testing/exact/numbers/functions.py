@@ -19,6 +19,7 @@ import numpy as np
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
+from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import INPUT, NOT_A_NUMBER, OUTSIDE, TRULY, Exact, build_facts
 
 # Functions that are 0, and those that are 1, at 0.
@@ -28,9 +29,6 @@ _ONE_AT_ZERO = {"cos", "cosh", "erfc", "exp2"}
 _BOUNDED = {"asin", "acos", "acosh", "atanh", "erf_inv"}
 # Those, and functions that have none for negative arguments.
 _WITH_DOMAIN = {"sqrt", "pow", "log2", *_BOUNDED}
-# Functions that are infinite at a number, and those that have two limits there, and so are NaN: log2(0), digamma(0).
-_WITH_POLES = {"pow", "log2", "lgamma", "atanh", "erf_inv"}
-_NAN_AT_POLES = {"digamma"}
 _OF_NUMPY = ("tanh", "sin", "cos", "tan", "sinh", "cosh", "cbrt", "exp2", "log2")
 _INVERSES = ("asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")  # numpy's begin with arc
 _OF_SCIPY = ("erf", "erfc", "digamma")
@@ -89,7 +87,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
         # arcsin(2) is outside of the domain in this draw. A NaN that comes from an argument has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
-    infinite, poison = _find_poles(field, name, reals, real, poison)
+    infinite, poison = _find_poles(field, name, arguments, poison)
     facts = build_facts(shape, sign, infinite, used, poison=poison)
     result = Exact(number, facts, real, degree=INPUT)
     if any(x.special for x in arguments):
@@ -98,27 +96,66 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
 
 
 def _find_poles(
-    field: Field, name: str, arguments: Sequence[np.ndarray], real: np.ndarray, poison: np.ndarray
+    field: Field, name: str, arguments: Sequence[Exact], poison: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is infinite because an argument is a pole, as lgamma(0); and what is no number there, as digamma(0).
+    """Where an argument is a pole, so that a function is infinite, as lgamma(0), or no number, as digamma(0).
 
-    Without this `0 * lgamma(x - x)` would be zero, and it is NaN in floats. A value that is too large for a float is no
-    pole: a proof says nothing of overflow.
+    Without this `0 * lgamma(x - x)` would be zero, and it is NaN in floats. Whether an argument is a pole is asked of
+    the field, and not of real values: tanh(1e4 * x) rounds to 1 for most x, and is 1 for none.
 
     Returns:
         int [...], as `Exact.infinite`, and `Exact.poison`.
     """
-    is_pole = np.zeros(real.shape[1:], bool)
-    if name in _WITH_POLES or name in _NAN_AT_POLES:
-        is_pole = (np.isinf(real) & np.isfinite(sum(arguments)))[0]
-    if name == "pow":
-        is_pole = is_pole & (arguments[0][0] == 0)
-    # The argument is a pole only because this draw was planted so.
-    if field.planted:
-        return np.zeros(is_pole.shape, int), np.maximum(poison, np.where(is_pole, OUTSIDE, 0))
+    infinite = np.zeros(poison.shape, int)
+    if name not in _POLES:
+        return infinite, poison
+    infinite = np.where(poison == 0, _POLES[name](field, *arguments), 0)
+    is_pole = infinite != 0
+    if field.planted:  # only because this draw was planted so
+        return np.zeros(poison.shape, int), np.maximum(poison, np.where(is_pole, OUTSIDE, 0))
     if name in _NAN_AT_POLES:
-        return np.zeros(is_pole.shape, int), np.maximum(poison, np.where(is_pole, NOT_A_NUMBER, 0))
-    return np.where(is_pole & (poison == 0), TRULY * np.sign(real[0]), 0).astype(int), poison
+        return np.zeros(poison.shape, int), np.maximum(poison, np.where(is_pole, NOT_A_NUMBER, 0))
+    if name == "pow":
+        # Zero to a power whose sign is that of this draw alone: infinite here, and zero for other inputs.
+        is_unknown = is_pole & bool(arguments[1].degree.total)
+        field.domains |= bool(is_unknown.any())
+        return np.where(is_unknown, 0, infinite), np.maximum(poison, np.where(is_unknown, OUTSIDE, 0))
+    return infinite, poison
+
+
+def _find_poles_at_zero(field: Field, x: Exact) -> np.ndarray:
+    return np.where(field.is_zero(x), -TRULY, 0)
+
+
+def _find_poles_at_ones(field: Field, x: Exact) -> np.ndarray:
+    one = field.lift(np.ones((1,) * len(x.shape), np.float32))
+    minus_one = field.lift(np.full((1,) * len(x.shape), -1, np.float32))
+    return np.where(find_equal(field, x, one), TRULY, np.where(find_equal(field, x, minus_one), -TRULY, 0))
+
+
+def _find_poles_at_integers(field: Field, x: Exact) -> np.ndarray:
+    """The poles at 0, -1, -2, ...: the real value says which of them an argument may be."""
+    nearest = np.rint(x.real[0])
+    may_be_pole = (nearest <= 0) & (nearest > -_LARGEST_POLE)
+    candidate = field.lift(np.where(may_be_pole, nearest, 1).astype(np.float32))
+    return np.where(may_be_pole & find_equal(field, x, candidate), TRULY, 0)
+
+
+def _find_poles_of_powers(field: Field, x: Exact, exponent: Exact) -> np.ndarray:
+    return np.where(field.is_zero(x) & (exponent.real[0] < 0), TRULY, 0)
+
+
+_LARGEST_POLE = 2**20  # an integer beyond it may be a float that was rounded
+# Functions that are infinite at a number, and with which sign; digamma has two limits there, and so is NaN.
+_POLES: dict[str, Callable[..., np.ndarray]] = {
+    "log2": _find_poles_at_zero,
+    "atanh": _find_poles_at_ones,
+    "erf_inv": _find_poles_at_ones,
+    "lgamma": _find_poles_at_integers,
+    "digamma": _find_poles_at_integers,
+    "pow": _find_poles_of_powers,
+}
+_NAN_AT_POLES = {"digamma"}
 
 
 def _draw_values(field: Field, name: str, arguments: Sequence[Exact]) -> np.ndarray:

@@ -228,12 +228,12 @@ def _make_product(field: Field, x: Root, y: Root) -> Product:
     valid = field.valid(np.array(used))
     if not valid.any():  # by no residue all products would be the same
         raise TooDeepError
-    product = _find_known_product(field, x, y, valid)
-    if product is not None:
-        return product
     roots = field.roots
     square = x.square * y.square % p
     inverses = x.inverse * y.inverse % p
+    product = _find_known_product(field, x, y, valid, square, inverses)
+    if product is not None:
+        return product
     inverse_of_square = x.inverse_of_square * y.inverse_of_square % p
     id_of_square = NO_ROOT
     if NO_ROOT in (x.id_of_square, y.id_of_square):
@@ -245,12 +245,15 @@ def _make_product(field: Field, x: Root, y: Root) -> Product:
     return Product(np.ones_like(p), id, CONSTANT)
 
 
-def _find_known_product(field: Field, x: Root, y: Root, valid: np.ndarray) -> Product | None:
-    """sqrt(a) sqrt(b) as sqrt(a b), or as b sqrt(a / b), if the run has one of these; a and b are positive."""
+def _find_known_product(
+    field: Field, x: Root, y: Root, valid: np.ndarray, square: np.ndarray, inverses: np.ndarray
+) -> Product | None:
+    """sqrt(a) sqrt(b) as sqrt(a b), or as b sqrt(a / b), if the run has one of these; a and b are positive.
+
+    `square` has the residues of a b, and `inverses` those of 1 / (sqrt(a) sqrt(b)).
+    """
     p = field.residues.moduli
     roots = field.roots
-    inverses = x.inverse * y.inverse % p
-    square = x.square * y.square % p
     quotient = x.square * y.inverse_of_square % p
     candidates = [(square, np.ones_like(p), CONSTANT), (quotient, y.square, roots.degree_of_squares)]
     for radicand, before, degree_before in candidates:

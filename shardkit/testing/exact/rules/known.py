@@ -132,16 +132,16 @@ def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Kn
 def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
     """Elementwise arithmetic, comparisons and choices; None for other primitives."""
     name = equation.primitive.name
-    dtype = equation.outvars[0].aval.dtype
+    result = equation.outvars[0].aval  # a token, of some primitives, has no dtype
     if name in _ELEMENTWISE:
         function = _ELEMENTWISE[name]
-        return np.asarray(function(*_align(operands, rank)), known_dtype(dtype))
+        return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
     # Integers are divided by jax, which rounds to zero where numpy rounds down.
-    if name == "div" and jnp.issubdtype(dtype, jnp.floating):
-        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(dtype))
-    if name == "clamp" and jnp.issubdtype(dtype, jnp.integer):
+    if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
+        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
+    if name == "clamp" and jnp.issubdtype(result.dtype, jnp.integer):
         low, x, high = _align(operands, rank)
-        return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(dtype))
+        return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(result.dtype))
     if name == "select_n":
         which, no, yes = _align(operands, rank)
         return np.where(which, yes, no)

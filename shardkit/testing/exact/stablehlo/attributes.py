@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,10 +27,6 @@ DTYPES = {
     "f8E4M3FN": jnp.float8_e4m3fn,
     "f8E5M2": jnp.float8_e5m2,
 }
-
-
-# The function that returns memory to which nothing was written.
-ALLOCATE = "AllocateBuffer"
 
 
 class UnreadableError(Exception):
@@ -105,17 +101,6 @@ def find_definition(value: Any, *names: str) -> Any:
     if getattr(operation, "name", "") in names:
         return operation.opview
     return None
-
-
-def find_calls(operation: Any, target: str) -> Iterator[Any]:
-    """The calls of a library's function in the regions of an operation."""
-    for region in operation.regions:
-        for block in region:
-            for view in block.operations:
-                inner = view.operation
-                if inner.name == "stablehlo.custom_call" and view.attributes["call_target_name"].value == target:
-                    yield view
-                yield from find_calls(inner, target)
 
 
 def name_combiner(block: Any) -> str | None:

@@ -21,15 +21,21 @@ from shardkit.testing.exact.stablehlo.module import ImportedModule
 
 
 class Arriving(NamedTuple):
-    """What a collective that was started writes, and nothing may read before its end.
+    """What a collective that was started writes, and nothing may read before its end; also the state of its engines.
 
     Attributes:
-        result: the array that it is at the end.
+        start: the operation that started it.
+        sent: the array that it sends.
+        result: the array that has arrived at its end.
         collective: which collective it is, over which devices, as text.
+        parts: how many values its start returned.
     """
 
+    start: Any
+    sent: Any
     result: Any
     collective: str
+    parts: int
 
 
 class BlockReader:

@@ -6,6 +6,7 @@ A call is refused where its contract does not say which numbers it returns, and 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from shardkit.testing.exact.stablehlo.attributes import (
-    ALLOCATE,
     UnreadableError,
     find_dtype,
     is_float,
@@ -76,6 +76,8 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
     if len(others) != int(beta != 0):
         raise _refuse(operation, f"{2 + len(others)} operands")
     dtype = find_dtype(result)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise _refuse(operation, "a result of integers")
     # cuBLAS scales and adds before it rounds to the dtype of the result.
     compute_dtype = np.float64 if dtype == np.float64 else np.float32
     x = lax.convert_element_type(x, compute_dtype)
@@ -97,7 +99,17 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
 
 
 def _check_settings(operation: Any, config: dict[str, Any]) -> None:
-    """Refuses a product with settings that may change its numbers."""
+    """Refuses a product with settings that may change its numbers.
+
+    A stride is the number of elements from a matrix of a batch to the next one. Any other than that of matrices side by
+    side reads other numbers.
+    """
+    for operand, side in zip(operation.operands, ("lhs", "rhs"), strict=False):
+        shape = operand.type.shape
+        batch = _read_dims(config["dot_dimension_numbers"], f"{side}_batch")
+        size = math.prod(size for dim, size in enumerate(shape) if dim not in batch)
+        if int(config.get(f"{side}_stride", size)) != size:
+            raise _refuse(operation, f"{side}_stride {config[f'{side}_stride']}")
     for name in config:
         if name not in _PLAIN_MATMUL and name not in _READ_OF_MATMUL:
             raise _refuse(operation, f"the setting {name}")
@@ -124,7 +136,7 @@ def _rectify(x: Any) -> Any:
 
 # What an epilogue applies.
 _EPILOGUES: dict[str, Callable[[Any], Any] | None] = {"DEFAULT": None, "RELU": _rectify}
-# Settings that are read above, and those that change no number but by rounding.
+# Settings that are read above, and those that say by which algorithm and how exactly a product is computed.
 _READ_OF_MATMUL = {
     *("alpha_real", "beta", "dot_dimension_numbers", "epilogue"),
     *("selected_algorithm", "precision_config", "lhs_stride", "rhs_stride", "autotune_workspace_size"),
@@ -148,8 +160,8 @@ def _allocate(reader: BlockReader, operation: Any) -> Any:
 def _assume_in_bounds(reader: BlockReader, operation: Any, indices: Any) -> Any:
     """Indices, and the compiler's promise that they are in bounds for the gathers that read them.
 
-    What a gather returns if the promise is broken is not said. So it returns a number of no program there, and the
-    result differs. Where another operation reads the indices, the call has no meaning.
+    What a gather returns if the promise is broken is not said: there it returns unknowns (`undefined.py`). Where
+    another operation reads the indices, the call has no meaning.
     """
     waiting = [operation.results[0]]
     while waiting:
@@ -188,20 +200,27 @@ def _start_collective(reader: BlockReader, operation: Any, result: Any) -> Any:
     reads. `AsyncCollectiveDone(x, the gathered array, all_gather(x), s32[2], u32[], ...)` is the gathered array.
     """
     collective = operation.operands[0].owner
-    sent, arriving = (operation.results[0].type.get_type(number) for number in (0, 1))
     if not _is_collective(collective):
         raise _refuse(operation, "an operand that is no collective of one array")
-    if sent != collective.operands[0].type or arriving != operation.operands[0].type:
+    sent = reader.values[collective.operands[0]]
+    types = operation.results[0].type
+    count = getattr(types, "num_types", 0)
+    if count < 2 or types.get_type(0) != collective.operands[0].type or types.get_type(1) != operation.operands[0].type:
         raise _refuse(operation, "a result of other types than those of its collective")
-    others = [None] * (operation.results[0].type.num_types - 2)
-    return (reader.values[collective.operands[0]], Arriving(result, _describe_collective(collective)), *others)
+    # By the operation that started it, what arrives and the state of the engines are known to be of one start.
+    arriving = Arriving(operation, sent, result, _describe_collective(collective), count)
+    return (sent, *[arriving] * (count - 1))
 
 
-def _end_collective(reader: BlockReader, operation: Any, x: Any, arriving: Any, again: Any, *state: Any) -> Any:
+def _end_collective(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     """The array that has arrived; refused if the end is written as one of another collective than was started."""
-    collective = operation.operands[2].owner
-    if not isinstance(arriving, Arriving) or not all(value is None for value in state):
+    if len(operands) < _FEWEST_OF_END:
+        raise _refuse(operation, f"{len(operands)} operands")
+    sent, arriving, _, *state = operands
+    is_started = isinstance(arriving, Arriving) and sent is arriving.sent and len(state) == arriving.parts - 2
+    if not is_started or any(x is not arriving for x in state):
         raise _refuse(operation, "operands that no start has returned")
+    collective = operation.operands[2].owner
     if not _is_collective(collective) or _describe_collective(collective) != arriving.collective:
         raise _refuse(operation, "another collective than was started")
     return arriving.result
@@ -218,7 +237,7 @@ def _describe_collective(operation: Any) -> str:
     for name in _COLLECTIVES[operation.name]:
         described.append(f"{name} = {operation.attributes[name]}")
     for region in operation.regions:
-        described.append(name_combiner(region.blocks[0]))
+        described.append(str(name_combiner(region.blocks[0])))
     return ", ".join(described)
 
 
@@ -229,13 +248,14 @@ _COLLECTIVES = {
     "stablehlo.reduce_scatter": ("replica_groups", "scatter_dimension"),
 }
 _END = "AsyncCollectiveDone"
+_FEWEST_OF_END = 3  # operands: what was sent, what arrives, and the collective once more
 
 
 LIBRARY: dict[str, Callable[..., Any]] = {
     "TopK": _take_top,
     "__cublas$gemm": _multiply_matrices,
     "__cublas$lt$matmul": _multiply_matrices,
-    ALLOCATE: _allocate,
+    "AllocateBuffer": _allocate,
     READ_PLACES: _read_places,
     "AssumeGatherIndicesInBound": _assume_in_bounds,
     "AsyncCollectiveStart": _start_collective,

@@ -8,7 +8,7 @@ from typing import Any
 import jaxlib
 
 from shardkit._jax import compat
-from shardkit.testing.exact.stablehlo.attributes import ALLOCATE, UnreadableError, find_calls
+from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.instructions import open_module
 from shardkit.testing.exact.stablehlo.listed_groups import list_groups
 from shardkit.testing.exact.stablehlo.source_lines import has_frames, make_caller
@@ -22,7 +22,6 @@ class ImportedModule:
 
     Attributes:
         mesh: names and sizes of the mesh axes of all devices, along which its function must be mapped.
-        allocates: whether it reads memory to which nothing was written.
     """
 
     def __init__(self, serialized: bytes, mesh: dict[str, int]):
@@ -37,7 +36,6 @@ class ImportedModule:
         for operation in self._ir.body.operations:
             if operation.operation.name == "func.func":
                 self._functions[operation.attributes["sym_name"].value] = operation
-        self.allocates = any(find_calls(self._ir.operation, ALLOCATE))
 
     @property
     def axes(self) -> tuple[str, ...]:

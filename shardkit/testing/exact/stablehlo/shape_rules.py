@@ -20,6 +20,7 @@ from shardkit.testing.exact.stablehlo.attributes import (
     read_shape,
 )
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
+from shardkit.testing.exact.stablehlo.undefined import undefined
 
 
 def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
@@ -106,11 +107,6 @@ def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     return converted
 
 
-# What a gather returns where an index is out of bounds, though the compiler promised that none is: a number that no
-# program writes, so that a result that reads it differs.
-_OF_NO_PLACE = 0.7310585786300049
-
-
 def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
     """A gather, whose dimension numbers are those of jax under other names."""
     attribute = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
@@ -124,10 +120,15 @@ def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
     )
     sizes = read_integers(operation, "slice_sizes")
     # A module clamps indices out of bounds. A gather of jax that fills them is a clamped one, and a select behind it.
-    if operation.results[0] in reader.promised:
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-        return lax.gather(x, indices, numbers, sizes, mode=mode, fill_value=_OF_NO_PLACE)
-    return lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+    clamped = lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+    if operation.results[0] not in reader.promised:
+        return clamped
+    # The compiler promised that all indices are in bounds. If one is not, anything may be read there.
+    everywhere = reader.vary(np.ones(x.shape, bool))
+    mode = lax.GatherScatterMode.FILL_OR_DROP
+    is_inside = lax.gather(everywhere, indices, numbers, sizes, mode=mode, fill_value=False)
+    unknown = undefined.bind(reader.vary(np.zeros(clamped.shape, clamped.dtype)))
+    return lax.select(is_inside, clamped, unknown)
 
 
 def _put_vector_last(indices: Any, dim: int) -> Any:

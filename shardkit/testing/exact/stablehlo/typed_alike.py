@@ -143,17 +143,18 @@ def _convert_results(instruction: WrittenInstruction, parts: list[bytes], number
         %s = tuple(%s.6, %s.8)                          what others read keeps its number
     """
     total = number
-    shape = make_tuple([_write_type(part, _FLOAT32) for part in parts])
+    widened = [_widen(part) for part in parts]
+    shape = make_tuple(widened)
     name = f"{instruction.name}.{total}"
     operation = WrittenInstruction(total, name, instruction.opcode, instruction.operands, shape, instruction.others)
     before = [operation]
     results = []
-    for place, part in enumerate(parts):
+    for place, (part, wide_part) in enumerate(zip(parts, widened, strict=True)):
         number += 1
-        element = _make(instruction, number, "get-tuple-element", total, _write_type(part, _FLOAT32))
+        element = _make(instruction, number, "get-tuple-element", total, wide_part)
         element.others.append((TUPLE_INDEX, write_field(TUPLE_INDEX, place)))
         before.append(element)
-        if _read_type(part) != _FLOAT32:
+        if part != wide_part:
             number += 1
             before.append(_make(instruction, number, "convert", element.number, part))
         results.append(number)
@@ -161,6 +162,11 @@ def _convert_results(instruction: WrittenInstruction, parts: list[bytes], number
     instruction.operands = results
     instruction.others = instruction.metadata
     return before
+
+
+def _widen(shape: bytes) -> bytes:
+    """An array of floats in float32; one of integers, as the places of an argmax, as it is."""
+    return _write_type(shape, _FLOAT32) if _read_type(shape) in _FLOATS else shape
 
 
 def _make(origin: WrittenInstruction, number: int, opcode: str, operand: int, shape: bytes) -> WrittenInstruction:
