@@ -31,6 +31,7 @@ ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
 # What asks which number is the largest, as `x == max(x)` does.
 _EQUALITIES = ("eq", "ne", "select_and_scatter_add", "select_and_gather_add")
 _MOST_CONSTANTS = 16  # of one comparison
+_ROUNDING = 1e-12  # of the numbers that are compared
 _OF_SIZE_ONE = ("normal", "positive", "unit", "negative", "narrow")  # kinds of inputs
 # With which numbers equal ones are taken together: 1 for those where the first operand is the larger one.
 _TIES = {"ge": 1, "lt": 1, "gt": -1, "le": -1, "lt_to": 1, "le_to": -1}
@@ -51,6 +52,10 @@ class Decision:
         ties: of these words, on which side of zero equal numbers are counted, by draw: two arrays [...], of words and
             of 1, -1 or 0 for none.
         tied: where its operands were equal in some draw, and all results were compared.
+        identified: whether a draw of two points has told `decided` and `words`.
+        difference: float64 [...], the real difference of the operands in the last draw; None if they are no numbers.
+        rounding: float64 [...], by how much the difference may be rounded.
+        has_known_sign: where the signs of both operands leave no choice.
     """
 
     line: str
@@ -62,6 +67,10 @@ class Decision:
     words: frozenset[int] = frozenset()
     ties: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     tied: np.ndarray | bool = False
+    identified: bool = False
+    difference: np.ndarray | None = None
+    rounding: np.ndarray | float = 0.0
+    has_known_sign: np.ndarray | bool = False
 
     @property
     def open(self) -> bool:
@@ -72,6 +81,13 @@ class Decision:
         # A number equals the largest of several where it is it: as the same number, which is decided.
         counted = np.ones_like(free) if self.kind == EQUALITY else free
         return not ((self.held & counted).any() and (self.failed & counted).any())
+
+    @property
+    def unidentified(self) -> bool:
+        """Whether it could go both ways, and no draw told which difference it compares with zero."""
+        if self.kind == INTEGERS or self.joined:  # these have no words
+            return False
+        return not self.words and bool((~self.decided).any())
 
     @property
     def joined(self) -> bool:
@@ -86,8 +102,16 @@ class Decision:
     def add(self, other: Decision) -> None:
         """Adds the outcomes of another draw."""
         self.held, self.failed = self.held | other.held, self.failed | other.failed
-        if other.words:  # else nothing was told apart, and nothing is known to be decided
-            self.decided = self.decided & other.decided
+        # A minimum may be the constant 0 in the draws that tell constants from unknowns, and an unknown in a later one.
+        # So where the operands left no choice because their difference was a constant, it must stay that constant.
+        is_decided = other.decided
+        if self.difference is not None and other.difference is not None:
+            # Of x and x - 1 the difference is 1, but for the rounding of x.
+            is_constant = np.abs(other.difference - self.difference) <= self.rounding + other.rounding
+            is_decided = is_decided | other.has_known_sign | is_constant
+        if other.identified or other.difference is not None:
+            self.decided = self.decided & is_decided
+        self.identified = self.identified or other.identified
         self.words = self.words | other.words
         self.ties = self.ties + other.ties
         self.tied = self.tied | other.tied
@@ -131,16 +155,29 @@ class Coverage:
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
+        if field.order is None:
+            decision.difference = np.broadcast_to(x.real[0] - y.real[0], asked.shape)
+            decision.rounding = _ROUNDING * (np.abs(x.real[0]) + np.abs(y.real[0]))
+            decision.has_known_sign = np.broadcast_to(_find_known_signs(field, x, y), asked.shape)
         if self.identifies and field.points > 1:
             # It compares the numbers at two points: a constant is the same at both, and an unknown is not.
             differences, fixed = _identify(field, x, y)
+            decision.identified = True
             decision.decided = decision.decided | fixed
             words = np.broadcast_to(differences, asked.shape)
             decision.words = frozenset(words[~decision.decided].tolist())
             decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
             self.constants |= _constants(field, x) | _constants(field, y)
+        elif field.order is not None and field.points > 1:
+            # An order reaches branches that no draw did, where what was a constant may be an unknown.
+            decision.identified = True
+            decision.decided = decision.decided | _find_fixed(field, x, y, _subtract_at_points(field, x, y))
         if field.planted:
             decision.tied = asked & find_equal(field, x, y)
+            # `max(x, 0)` of an x that was made 0 takes x, and shows nothing of an x above 0.
+            if kind == ORDER:
+                decision.held = decision.held & ~decision.tied
+                decision.failed = decision.failed & ~decision.tied
         if field.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
             return
         self._add(equation, part, decision)
@@ -346,11 +383,17 @@ def _add_to(decisions: dict[Any, Decision], key: Any, decision: Decision) -> Non
 
 
 def _list_foreign(decisions: dict[Any, Decision]) -> list[tuple[Any, ...]]:
-    """The keys, which begin with a side, of what the other side has not."""
+    """The keys, which begin with a side, of what the other side has not, or is not known to have."""
     words: list[set[int]] = [set(), set()]
     for (side, *_), decision in decisions.items():
         words[side] |= decision.words
-    return [key for key, decision in decisions.items() if decision.words - words[1 - key[0]]]
+    unidentified = {key[0] for key, decision in decisions.items() if decision.unidentified}
+    keys = []
+    for key, decision in decisions.items():
+        is_unidentified = decision.unidentified and 1 - key[0] not in unidentified
+        if decision.words - words[1 - key[0]] or is_unidentified:
+            keys.append(key)
+    return keys
 
 
 def _find_ties(
@@ -378,16 +421,32 @@ def _logarithms(values: np.ndarray) -> set[float]:
     return set(np.log(distinct).tolist()) if len(distinct) <= _MOST_CONSTANTS else set()
 
 
+def _find_known_signs(field: Field, x: Exact, y: Exact) -> np.ndarray:
+    """Where two numbers have opposite signs for all inputs, or one is zero and the sign of the other is known."""
+    has_opposite_signs = (x.sign != 0) & (x.sign == -y.sign)
+    if not x.sign.any() and not y.sign.any():
+        return np.asarray(has_opposite_signs)
+    is_y_zero = field.is_zero(y) & (x.sign != 0)
+    is_x_zero = field.is_zero(x) & (y.sign != 0)
+    return np.asarray(has_opposite_signs | is_y_zero | is_x_zero)
+
+
+def _subtract_at_points(field: Field, x: Exact, y: Exact) -> np.ndarray:
+    """uint64 [points, ...]: the residues of a difference modulo the highest prime that every number has."""
+    return to_number(field, subtract(field, x, y)).number[-2 * field.points : -field.points]
+
+
+def _find_fixed(field: Field, x: Exact, y: Exact, difference: np.ndarray) -> np.ndarray:
+    """Where the difference of two numbers cannot change its sign: a constant is the same at two points."""
+    if field.rounds and (x.degree.total or y.degree.total):  # what floats were rounded to is so in this draw alone
+        return np.zeros(difference.shape[1:], bool)
+    return (difference[0] == difference[1]) | _find_known_signs(field, x, y)
+
+
 def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
     """Which difference is compared with zero, but for a constant factor; and where it cannot change its sign."""
     p = np.uint64(PRIMES[-2])
-    difference = to_number(field, subtract(field, x, y)).number[-2 * field.points : -field.points]
-    # c d(a) / (c d(b)) is d(a) / d(b) for every constant c, at points a and b; it is 1 for constants.
+    difference = _subtract_at_points(field, x, y)
+    # c d(a) / (c d(b)) is d(a) / d(b) for every constant c, at points a and b.
     ratio = difference[0] * invert_by_power(difference[1], p) % p
-    zero = (difference == 0).all(0)
-    nothing, none = field.is_zero(y), field.is_zero(x)
-    opposite = (x.sign != 0) & (x.sign == -y.sign)
-    fixed = zero | (ratio == 1) | opposite | (nothing & (x.sign != 0)) | (none & (y.sign != 0))
-    if field.rounds and (x.degree.total or y.degree.total):  # what floats were rounded to is so in this draw alone
-        fixed = np.zeros_like(fixed)
-    return mix(ratio), fixed
+    return mix(ratio), _find_fixed(field, x, y, difference)

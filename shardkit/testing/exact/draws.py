@@ -25,7 +25,8 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
 from shardkit.testing.exact.crossings import Crossings
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
-from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie
+from shardkit.testing.exact.float_inputs import Propose
+from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie, find_tie_without_effect
 from shardkit.testing.exact.numbers.errors import UnknownValueError
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SCALED, SIMILAR
 from shardkit.testing.exact.program_pair import POINTS, ProgramPair, Side
@@ -54,6 +55,7 @@ class Effort(NamedTuple):
         identified: in how many of the draws it is found out which differences are compared.
         ties: the number of draws in which some inputs are equal.
         crossed: the number of draws in which single elements are put where a comparison changes its answer.
+        floats: in how many inputs floats choose those of further draws, if a comparison leaves a doubt.
         zeros: the number of draws of programs without comparisons in which elements are put where a divisor is zero.
         orders: the numbers of the random orders, in turn, until all comparisons have gone both ways.
         foreign: the least number of orders where only one side makes a comparison.
@@ -66,6 +68,7 @@ class Effort(NamedTuple):
     identified: int
     ties: int
     crossed: int
+    floats: int
     zeros: int
     orders: Sequence[int]
     foreign: int
@@ -87,6 +90,7 @@ def of_kernels(seconds: float) -> Effort:
         identified=4,
         ties=runs // 4,
         crossed=runs // 2,
+        floats=int(min(4096, 4 / max(seconds, 1e-3))),
         zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
         orders=range(64),
         foreign=runs,
@@ -103,6 +107,7 @@ STEP = Effort(
     identified=1,
     ties=0,
     crossed=0,
+    floats=0,
     zeros=0,
     orders=(1, 0, 7, 2, 4),
     foreign=1,
@@ -118,6 +123,7 @@ def equal(
     effort: Effort,
     values: int | None = None,
     with_unused: Side | None = None,
+    propose: Propose | None = None,
 ) -> Evidence:
     """Runs the program on the mesh and the reference in the same fields, and refuses results that differ.
 
@@ -130,6 +136,7 @@ def equal(
         effort: how many runs there are.
         values: how many of the results are values, and not gradients; all of them by default.
         with_unused: the program on the mesh with the equations that no result needs, in which a line is looked for.
+        propose: gives inputs for which both sides differ in floats; asked if one side alone makes a comparison.
 
     Returns:
         What all runs have shown.
@@ -139,15 +146,15 @@ def equal(
     pair = ProgramPair(where, subject, names, sides, values, with_unused)
     # Real values may overflow, or be NaN, in a branch that is not taken: numpy should not warn of them.
     with np.errstate(all="ignore"):
-        evidence = _run_all(pair, points, effort)
+        evidence = _run_all(pair, points, effort, propose)
         if pair.needs_laws and not pair.by_laws and evidence.decisions:
             # All runs once more: by these laws it is also told which comparisons both sides make, and which are ties.
             pair = replace(pair, coverage=Coverage(), draws=0, orders=0, by_laws=True, tied_draws={})
-            evidence = _run_all(pair, points, effort)
+            evidence = _run_all(pair, points, effort, propose)
         return evidence
 
 
-def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
+def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | None) -> Evidence:
     """All runs of two programs, and the checks of what the runs have left open."""
     try:
         pair.run(max(points, POINTS), kind=KINDS[0])
@@ -161,7 +168,13 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
     if field.order is None:
         _cross(pair, effort)
     pair.coverage.identifies = False
-    _order(pair, effort)
+    if pair.coverage.foreign() or pair.coverage.open(ORDER):
+        _draw_where_floats_differ(pair, effort, propose)
+    try:
+        _order(pair, effort)
+    except UndecidedError:
+        _draw_where_floats_differ(pair, effort, propose)
+        raise
     _check_domains(pair)
     _check_coincidences(pair)
     if effort.crossed:
@@ -169,6 +182,14 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort) -> Evidence:
         _check_ties(pair)
         _check_hidden(pair, effort)
     return pair.evidence()
+
+
+def _draw_where_floats_differ(pair: ProgramPair, effort: Effort, propose: Propose | None) -> None:
+    """Draws at inputs for which both sides differ in floats: a wrong kernel differs in the field too."""
+    if pair.field.order is not None or propose is None or not effort.floats:
+        return
+    for inputs in propose(pair.make_field(0, KINDS[0]), effort.floats):
+        pair.draw_at(inputs)
 
 
 def _check_domains(pair: ProgramPair) -> None:
@@ -255,6 +276,13 @@ def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
         raise UndecidedError(
             f"{pair.where}: not decided at {decision.line} ({decision.what}): {what}, though other numbers do. "
             "Compare alike on both sides, or return what it chooses as a result too."
+        )
+    decision = find_tie_without_effect(pair, effort.kinds[:_SHOWN])
+    if decision is not None:
+        raise UndecidedError(
+            f"{pair.where}: not decided at {decision.line} ({decision.what}): one side takes equal numbers for the "
+            "larger, the other for the smaller, and they were equal only for elements on which no result depends. "
+            "Compare alike on both sides, or compare floats that are equal with assert_matches_reference."
         )
 
 

@@ -32,6 +32,7 @@ from shardkit.testing._kernels import (
     wrap_kernel,
     wrap_reference,
 )
+from shardkit.testing.emulate import emulate
 from shardkit.testing.exact.arguments import check_floats, check_values, describe_array, make_input
 from shardkit.testing.exact.certificate import Equality, certify
 from shardkit.testing.exact.derivatives import (
@@ -42,6 +43,7 @@ from shardkit.testing.exact.derivatives import (
 )
 from shardkit.testing.exact.draws import equal, of_kernels
 from shardkit.testing.exact.evidence import UnprovableError
+from shardkit.testing.exact.float_inputs import propose_inputs
 from shardkit.testing.exact.interpreter import Interpreter, Seen
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.rules.operands import Operand
@@ -147,6 +149,7 @@ def assert_equal_for_all_inputs(
     seconds = check_size(where, (kernel_program, reference_program), points, _DRAWS)
     value_names = [name_result(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     inputs = [*jax.tree.leaves(args), *derived.vectors]
+    on_one_device = emulate(kernel, mesh.shape, in_specs, out_specs, check_vma=check_vma)
     evidence = equal(
         where,
         f"{where}: {describe_mesh(mesh)}, ",
@@ -156,6 +159,7 @@ def assert_equal_for_all_inputs(
         of_kernels(seconds),
         len(value_names),
         with_unused=partial(_run, kernel_with_unused, inputs),
+        propose=partial(propose_inputs, on_one_device, alone, args),
     )
     sides = f"{_name_function(kernel)} and {_name_function(reference)}"
     return certify(f"{sides}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)

@@ -21,14 +21,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from shardkit.testing.exact.coverage import Decision
 from shardkit.testing.exact.forms import sign_value
 from shardkit.testing.exact.interpreter import HangsError
 from shardkit.testing.exact.numbers.errors import NO_VALUE, UnsupportedError
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import EVERYWHERE, TIES, Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.program_pair import ProgramPair, Side
@@ -41,8 +44,8 @@ _MEANINGLESS = (DiffersError, HangsError, *NO_VALUE, UnsupportedError)
 # What takes one of two numbers, or says which is larger: for other inputs it takes the other one.
 _CHOICES = {*ORDERED, "select_n", "round", "floor", "ceil", "lt_to", "le_to"}
 _MOST_TURNED = 6  # choices that may hide a comparison in a draw
-# By an equation's id and the part of it that compares, whether it is turned round for equal numbers alone.
-Turned = Mapping[tuple[int, str], bool]
+# By an equation's id and the part of it that compares, where it is turned round: EVERYWHERE, TIES or bool [...].
+Turned = Mapping[tuple[int, str], np.ndarray | str]
 
 
 def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
@@ -56,7 +59,7 @@ def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
     for side in {key[0] for key in keys}:
         draws[side] = [_Draw(pair, side, pair.make_field(seed, kind)) for seed, kind in enumerate(kinds)]
     for key in keys:
-        if _is_hidden(key, draws[key[0]], ties=False):
+        if _is_hidden(key, draws[key[0]], EVERYWHERE):
             return pair.coverage.decisions[key]
     return None
 
@@ -68,23 +71,53 @@ def find_hidden_tie(pair: ProgramPair) -> Decision | None:
     """
     for key in pair.coverage.find_differing_ties():
         draws = [_Draw(pair, key[0], field) for field in pair.make_tied_fields(key)]
-        if _is_hidden(key, draws, ties=True):
+        if _is_hidden(key, draws, TIES):
             return pair.coverage.decisions[key]
     return None
 
 
-def _is_hidden(key: Any, draws: Iterable[_Draw], ties: bool) -> bool:
+def find_tie_without_effect(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
+    """A comparison in which the sides treat equal numbers otherwise, and that met them only where they change nothing.
+
+    Worked example: one side computes `where(x > 1, a, 0) * mask`, the other `where(x >= 1, a, 0) * mask`, with a mask
+    (1, 0, 0). A draw in which only x[1] is 1 says nothing. In other draws the comparison is turned round for element 1,
+    which was met, and no result changes; for the others, which were not, and one does.
+
+    Cost: for each such comparison two runs a draw, until a result changes.
+    """
+    for key, places in pair.coverage.find_differing_ties().items():
+        decision = pair.coverage.decisions[key]
+        met = places & decision.tied
+        missed = places & ~met
+        if not met.any() or not missed.any():
+            continue
+        draws = [_Draw(pair, key[0], pair.make_field(seed, kind)) for seed, kind in enumerate(kinds)]
+        if not _changes_a_result(key, draws, met) and _changes_a_result(key, draws, missed):
+            return decision
+    return None
+
+
+def _changes_a_result(key: Any, draws: Iterable[_Draw], turn: np.ndarray) -> bool:
+    """Whether a result of some draw depends on these elements of a comparison."""
+    for draw in draws:
+        with suppress(*_MEANINGLESS):
+            if draw.run({key[1:3]: turn}).results != draw.plain.results:
+                return True
+    return False
+
+
+def _is_hidden(key: Any, draws: Iterable[_Draw], turn: np.ndarray | str) -> bool:
     """Whether choices hide the outcome of a comparison in all draws in which numbers depend on it."""
     hides = False
     for draw in draws:
         try:
             plain = draw.plain
-            changed = draw.run({key[1:3]: ties})
+            changed = draw.run({key[1:3]: turn})
         except _MEANINGLESS:
             continue
         if changed.results != plain.results:
             return False
-        hides = hides or draw.hides({key[1:3]: ties}, changed)
+        hides = hides or draw.hides({key[1:3]: turn}, changed)
     return hides
 
 
@@ -127,7 +160,7 @@ class _Draw:
         if not names & _CHOICES:
             return False
         choices, is_complete = self._find_turnable(self.plain.record, ends)
-        waiting: list[dict[tuple[int, str], bool]] = list(choices)
+        waiting: list[Turned] = list(choices)
         tried = 0
         while waiting:
             choice = waiting.pop(0)
@@ -150,13 +183,13 @@ class _Draw:
         # Where all that ends the change are choices, one that was not turned counts as one that hides.
         return names <= _CHOICES and not is_complete
 
-    def _find_turnable(self, record: Record, ends: Iterable[Event]) -> tuple[list[dict[tuple[int, str], bool]], bool]:
+    def _find_turnable(self, record: Record, ends: Iterable[Event]) -> tuple[list[Turned], bool]:
         """The comparisons by which choices choose: their own, or those that their masks follow from.
 
         Returns:
             Them, and whether all choices among the ends are turned with them.
         """
-        turnable: dict[int, dict[tuple[int, str], bool]] = {}
+        turnable: dict[int, Turned] = {}
         is_complete = True
         for event in ends:
             if event.place.primitive not in _CHOICES:
@@ -167,7 +200,7 @@ class _Draw:
                 equations.append(id(record.events[number].place.equation))
             compared = [equation for equation in equations if equation in self._parts]
             for equation in compared:
-                turnable[equation] = {(equation, part): False for part in self._parts[equation]}
+                turnable[equation] = {(equation, part): EVERYWHERE for part in self._parts[equation]}
             is_complete = is_complete and bool(compared)
         return list(turnable.values()), is_complete
 

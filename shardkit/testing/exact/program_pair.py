@@ -28,6 +28,7 @@ from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
 from shardkit.testing.exact.crossings import Crossings, Differences
 from shardkit.testing.exact.difference import describe_difference, describe_remedy
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
+from shardkit.testing.exact.float_inputs import RealInputs
 from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.no_number import describe_no_number, find_first_no_number
 from shardkit.testing.exact.numbers.errors import (
@@ -182,6 +183,26 @@ class ProgramPair:
         """One more draw, which counts unless its values are beyond floats."""
         with suppress(UnknownValueError):
             self.run(POINTS if self.coverage.identifies else _FEWEST, kind=kind)
+
+    def draw_at(self, inputs: RealInputs) -> None:
+        """One more draw, of which some inputs have these real values; it counts unless it has none for a number.
+
+        Worked example: for {"0": [0.25, 3.0]} the argument 0 has these real values. Its residues are drawn as ever, so
+        that the comparisons go as they do at these values, and results are compared at other numbers.
+        """
+        seed = self.seed
+        self.seed += 1
+        field = self._make_field(_FEWEST, seed)
+        rng = np.random.default_rng(seed)
+        moduli = field.residues.moduli
+        elements = []
+        for name, values in inputs.items():
+            for place, real in enumerate(values.ravel().tolist()):
+                elements.append(Element(name, place, rng.integers(1, moduli, dtype=np.uint64), real))
+        field.elements = tuple(elements)
+        with suppress(*NO_VALUE):
+            self._compare_all(field)
+            self._count(field)
 
     def cross(self, crossings: Crossings, count: int) -> None:
         """Draws of the same inputs, in each of which one element more is put where a comparison changes its answer.

@@ -69,6 +69,9 @@ CROSSED = "crossed"  # inputs are put where a comparison changes its answer
 PLANTED = ("alike", "repeated", "zero", CROSSED)
 # Where a divisor is zero at some point by chance, the points are drawn again, at most so many times.
 SEEDS = 8
+# Where the outcome of a comparison is turned round, beside bool [...] for some elements (`hidden.py`).
+EVERYWHERE = np.ones((), bool)
+TIES = "where both numbers are equal"
 ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _MOST_KEPT = 64  # elements of a constant that is kept
 
@@ -123,7 +126,7 @@ class Field:
         coverage: notes which way comparisons went; None if nothing does.
         memory: recalls the results of a first run; None if nothing does.
         turned: the comparisons whose outcome is turned round in this run (`hidden.py`), by the id of the equation and
-            the part of it; whether it is so for equal numbers alone.
+            the part of it; where it is so: EVERYWHERE, TIES, or bool [...].
         numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
             the facts and the real value of its float.
         degree_of_bits: bounds of the degree of all floats that became bits.
@@ -180,7 +183,7 @@ class Field:
         self.elements: tuple[Element, ...] = ()
         self.coverage: Any = None
         self.memory: Any = None
-        self.turned: Mapping[tuple[int, str], bool] = {}
+        self.turned: Mapping[tuple[int, str], np.ndarray | str] = {}
 
         # Laws between numbers that their residues do not show.
         self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}

@@ -35,7 +35,7 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     real_kind = kind
     if not kind:
         real_kind = KINDS[rng.integers(len(KINDS))]
-    real = _draw_real(field, rng, real_kind, (1, *shape))
+    real = draw_real(field, rng, real_kind, (1, *shape))
     x = Exact(number, build_facts(shape), real, degree=INPUT)
     if kind == "alike" and len(shape) and size:
         x = x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
@@ -48,10 +48,10 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     return x
 
 
-def _draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
-    """Real values of a kind."""
+def draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
+    """Real values of a kind; those near constants are drawn near the field's."""
     if kind == MIXED:
-        values_by_kind = np.stack([_draw_real(field, rng, plain_kind, shape) for plain_kind in KINDS])
+        values_by_kind = np.stack([draw_real(field, rng, plain_kind, shape) for plain_kind in KINDS])
         chosen_kinds = rng.integers(len(KINDS), size=(1, *shape))
         return np.asarray(np.take_along_axis(values_by_kind, chosen_kinds, 0)[0])
     if kind == SIMILAR:
@@ -78,7 +78,7 @@ def _draw_similar(field: Field, rng: np.random.Generator, shape: Sequence[int]) 
     """
     is_alike = rng.uniform(size=len(shape)) < 0.5
     kind = str(rng.choice(KINDS))
-    first = _draw_real(field, rng, kind, np.where(is_alike, 1, shape).tolist())
+    first = draw_real(field, rng, kind, np.where(is_alike, 1, shape).tolist())
     return np.asarray(first + 0.1 * np.maximum(np.abs(first), 1) * rng.normal(size=shape) * field.scale)
 
 

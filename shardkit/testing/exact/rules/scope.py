@@ -62,12 +62,15 @@ class Scope:
         # There is no coverage in a search for a line, and in tests of single rules.
         if self.field.coverage is not None:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
-        # A search for comparisons that no result shows runs the program with another answer here: everywhere, or only
-        # where both numbers are equal (`hidden.py`).
-        ties_alone = self.field.turned.get((id(equation), part))
-        if ties_alone is not None:
-            truth = np.asarray(truth) ^ (find_equal(self.field, x, y) if ties_alone else True)
-        return self.field.marks.add(np.asarray(truth), decision=True)
+        # A search for comparisons that no result shows runs the program with another answer here: for some elements, or
+        # only where both numbers are equal (`hidden.py`).
+        turned = self.field.turned.get((id(equation), part))
+        truth = np.asarray(truth)
+        if isinstance(turned, str):
+            truth = truth ^ find_equal(self.field, x, y)
+        elif turned is not None and turned.shape in ((), truth.shape):  # an equation may run for other shapes
+            truth = truth ^ turned
+        return self.field.marks.add(truth, decision=True)
 
     def choose(self, equation: Any, chosen: np.ndarray, x: Exact, part: str = "") -> None:
         """Notes which elements of x an equation chose among others, as the largest of a row."""

@@ -1,0 +1,100 @@
+"""Inputs for which both programs differ in floats, among many: they are proposed to the field, which decides.
+
+A comparison that one side alone makes is dangerous: the sides may differ for few inputs, and a run in the field takes
+milliseconds, so that there are some dozens. In floats a compiled program takes thousands of inputs in the same time.
+Floats cannot decide, because they round: near a threshold both sides may differ by rounding alone. So inputs of which
+floats say that the sides differ become the real values of a draw, and the residues of that draw say whether they do.
+
+Worked example: `where(abs(s) > 0.25, s, 0)` and `s`, where s is a minimum that is zero for 32 inputs of 33. Of 40 draws
+none may have an s between 0 and 0.25. Of 4,096 inputs 20 have, and the first one is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit.testing._compare import is_float
+from shardkit.testing.exact.arguments import describe_array
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR, Field
+from shardkit.testing.exact.numbers.inputs import draw_real
+
+# Real values of the inputs of a draw, by their names.
+RealInputs = Mapping[str, np.ndarray]
+# Gives inputs for which both sides differ in floats; takes a field, whose constants inputs are drawn around, and of how
+# many inputs it chooses them.
+Propose = Callable[[Field, int], Iterator[RealInputs]]
+
+_MOST_PROPOSED = 4
+_KINDS = (*KINDS, "near", MIXED, SIMILAR)
+_GROUPS = 16  # of inputs of a kind
+# Differences below so many roundings are taken for rounding.
+_ROUNDINGS = 2.0**13
+
+
+def propose_inputs(
+    on_mesh: Callable[..., Any], alone: Callable[..., Any], args: Sequence[Any], field: Field, count: int
+) -> Iterator[RealInputs]:
+    """Inputs for which the results of two functions differ in floats, those that differ most first.
+
+    Args:
+        on_mesh: the program on the mesh, as a function that runs on one device (`emulate`).
+        alone: the reference.
+        args: the arguments; floats may be ShapeDtypeStructs.
+        field: the field of a draw, whose constants inputs of the kind "near" are drawn around.
+        count: the number of inputs.
+
+    Cost: both functions are compiled once for a batch of inputs.
+    """
+    leaves, structure = jax.tree.flatten(tuple(args))
+    floats = {index: leaf for index, leaf in enumerate(leaves) if is_float(leaf)}
+    rng = np.random.default_rng(0)
+    inputs = {index: _draw_inputs(field, rng, np.shape(leaf), count) for index, leaf in floats.items()}
+
+    def measure(batch: Mapping[int, Any]) -> Any:
+        values = list(leaves)
+        for index, x in batch.items():
+            values[index] = x.astype(describe_array(leaves[index]).dtype)
+        inputs_of_sides = jax.tree.unflatten(structure, values)
+        return _measure_distance(on_mesh(*inputs_of_sides), alone(*inputs_of_sides))
+
+    try:
+        distances = np.asarray(jax.jit(jax.vmap(measure))(inputs))
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return  # an operation that does not run on one device, or not in a batch
+    for index in np.argsort(-distances)[:_MOST_PROPOSED].tolist():
+        if distances[index] > _ROUNDINGS:
+            yield {str(number): np.asarray(x[index], np.float64) for number, x in inputs.items()}
+
+
+def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], count: int) -> np.ndarray:
+    """float32 [count, ...]: inputs, of each kind as many."""
+    size = math.ceil(count / len(_KINDS) / _GROUPS)
+    groups = []
+    for kind in _KINDS:
+        # In groups, because what is similar is so within a group.
+        for _ in range(_GROUPS):
+            groups.append(draw_real(field, rng, kind, (size, *shape)))
+    drawn = np.concatenate(groups)
+    # Each input has its kinds in an order of its own, so that any two kinds meet.
+    return drawn[rng.permutation(len(drawn))[:count]].astype(np.float32)
+
+
+def _measure_distance(results: Any, expected: Any) -> jax.Array:
+    """By how many roundings the results of one input differ at most; of elements that are numbers on both sides."""
+    largest = jnp.zeros(())
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        if not is_float(x) or not x.size:
+            continue
+        epsilon = float(jnp.finfo(x.dtype).eps)
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
+        size = 1 + jnp.abs(x) + jnp.abs(y)
+        distance = jnp.where(are_numbers, jnp.abs(x - y) / size, 0)
+        largest = jnp.maximum(largest, distance.max() / epsilon)
+    return largest
