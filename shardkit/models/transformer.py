@@ -180,8 +180,8 @@ def _embed(config: Config, axes: Axes, shared: Any, batch: Any) -> Stream:
     weights_bt = _token_weights(batch)
     if weights_bt is not None:
         weights_bt = _take_local_tokens(axes, weights_bt, 1)
-    # For each example, and not one for all: a pipeline sends the stream of a microbatch, and accumulation cuts a batch,
-    # along the examples.
+    # For each example: a stack with `microbatches` cuts the stream along dim 0, and the loss weighs the router's losses
+    # by example.
     losses_b2 = jnp.zeros((x_btD.shape[0], 2))
     dropped_b2 = jnp.zeros((x_btD.shape[0], 2))
     return Stream(x_btD, None, weights_bt, segments_bT, losses_b2, dropped_b2)
