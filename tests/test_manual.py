@@ -191,6 +191,14 @@ def test_a_question_is_one_click_from_the_front_page(word, link):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(("page", "link"), [("README.md", "docs/index.md"), ("docs/start.md", "index.md")])
+def test_the_questions_are_one_click_from_where_a_reader_begins(page, link):
+    """So the answers to them are two clicks away, from README and from the first step too."""
+    assert f"({link}#find-your-answer)" in (ROOT / page).read_text()
+    assert "## Find your answer" in PAGES["index.md"].read_text()
+
+
+@pytest.mark.check
 def test_the_code_of_the_front_pages_is_as_wide_as_the_page():
     """At 1280 pixels a line of more than 85 columns would be cut."""
     lines = [line for name in ("index.md", "start.md") for _, text in blocks(PAGES[name]) for line in text.splitlines()]
