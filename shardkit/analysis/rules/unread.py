@@ -38,7 +38,10 @@ def unread(program: TracedProgram) -> Iterator[Finding]:
             continue
         operand = site.equation.invars[0]
         text = f"{kind} over {quoted(axes)} of {format_type(operand)}"
-        if liveness.uses(operand):
+        # jax.grad computes a loss and drops it, with the sum that ends it; of one under jax.checkpoint, which computes
+        # it once more, it drops all. So there a result must have no use at all.
+        is_differentiated = _is_differentiated(site)
+        if liveness.uses(operand) and (_is_unassigned(site) or not is_differentiated):
             lines.add((kind, site.source))
             yield Finding(
                 _NAME,
@@ -47,10 +50,9 @@ def unread(program: TracedProgram) -> Iterator[Finding]:
                 "Assign the result, since a collective leaves its operand as it was; or leave the collective out.",
             )
             continue
-        # jax.grad computes a loss and drops it, with the sum that ends it. And a few bytes are no loss: statistics
-        # that one caller of a function reads and another one drops.
+        # A few bytes are no loss: statistics that one caller of a function reads and another one drops.
         size = sum(size_of(variable) for variable in site.equation.invars)
-        if _is_differentiated(site) or size < program.small:
+        if is_differentiated or size < program.small:
             continue
         lines.add((kind, site.source))
         times = "" if site.times in (None, 1) else f", {counted(site.times, 'time')}"
@@ -67,6 +69,14 @@ def _is_differentiated(site: Site) -> bool:
     if compat.in_jvp(site.equation):
         return True
     return site.outer is not None and _is_differentiated(site.outer)
+
+
+def _is_unassigned(site: Site) -> bool:
+    """Whether nothing takes the results of a collective: no other equation beside it, and no caller."""
+    taken = list(site.jaxpr.outvars)
+    for equation in site.jaxpr.eqns:
+        taken += equation.invars
+    return not any(result is variable for result in site.equation.outvars for variable in taken)
 
 
 def _is_of_user(site: Site) -> bool:

@@ -216,6 +216,7 @@ def _with_statistics(x):
         # the value of a loss, which jax.grad drops
         lambda x: jax.grad(lambda x: sk.all_reduce(jnp.sum(x**2), BOTH))(x),
         lambda x: jax.vjp(lambda x: divergent.reduced("model", x @ x.T), x)[1](sk.vary(jnp.ones((8, 8)), BOTH))[0],
+        lambda x: jax.grad(jax.checkpoint(lambda w: jnp.sum(jnp.tanh(x @ sk.all_gather(w, "model").T))))(x),
         # two iterations later the first carry has what the third sends
         lambda x: lax.scan(lambda c, _: ((c[0] + c[1], c[2], sk.shift(c[2], "model")), None), (x,) * 3, length=3)[0][0],
         # a function of which one caller reads the statistics and another one does not
