@@ -59,8 +59,8 @@ def assert_compiled_equal(
     floats. Every float of `args` is an unknown; integers, booleans and keys keep their values. All replicas of a result
     are compared. So you see a sum that the compiler dropped, a group of wrong devices, a slice before its sum. You do
     not see rounding, nor the machine code of an operation. A compiler folds constants in float32. Where that is
-    one or two operations on constants of the trace, as 0.9 times 0.9, the certificate names it; where it is a longer
-    chain, the verdict is "not decided".
+    one or two operations on constants of the trace, as 0.9 times 0.9, or in bfloat16 the inverse of a divisor, the
+    certificate names it; where it is a longer chain, the verdict is "not decided".
 
     Args:
         function: a function of `jax.jit`, on any shardings, with or without `jax.shard_map` in it; or a step of
