@@ -31,7 +31,7 @@ def agree(field: Field, x: Exact, y: Exact) -> bool:
         rounds = _ROUNDS_OF_CHAINS
     elif rounds_in_float32(field):
         rounds = _ROUNDS_OF_FLOATS
-    elif field.uninterpreted & FACTORS:
+    elif field.notes.uninterpreted & FACTORS:
         rounds = _ROUNDS_OF_FACTORS
     return _are_close(field, x, y, rounds)
 
@@ -47,13 +47,13 @@ def rounds_in_float32(field: Field) -> bool:
     A compiler does. In traced programs the sides may have other functions of constants: log(2) + log(3) is not log(6)
     in float32.
     """
-    return field.compiled or field.rounded_values.get(ON_MESH) != field.rounded_values.get(ALONE)
+    return field.compiled or field.notes.rounded_values.get(ON_MESH) != field.notes.rounded_values.get(ALONE)
 
 
 def describe_missing_law(field: Field) -> str:
     """The end of the message that nothing is decided: the functions whose laws a proof does not know, and a remedy."""
-    names = {*field.uninterpreted, *field.rounded}
-    if field.logs:
+    names = {*field.notes.uninterpreted, *field.notes.rounded}
+    if field.notes.logs:
         names.add("log")
     *first, last = sorted(names) or ["constants"]
     listed = f"{', '.join(first)} or {last}" if first else last
@@ -65,15 +65,15 @@ def describe_missing_law(field: Field) -> str:
 
 def _have_other_constants(field: Field) -> bool:
     """Whether the sides have other float constants, as products that a compiler computed."""
-    on_mesh = field.constants.get(ON_MESH, set())
-    alone = field.constants.get(ALONE, set())
+    on_mesh = field.notes.constants.get(ON_MESH, set())
+    alone = field.notes.constants.get(ALONE, set())
     return any(np.dtype(dtype).kind == "f" for _, dtype in on_mesh ^ alone)
 
 
 def _are_close(field: Field, x: Exact, y: Exact, rounds: float) -> bool:
     """Whether real values differ by no more than such a share of the element, or of the largest one."""
     # An order has no real values.
-    if field.order is not None:
+    if field.settings.order is not None:
         return False
     compared = (x.poison != OUTSIDE) & (y.poison != OUTSIDE)
     a = x.real[0][compared]

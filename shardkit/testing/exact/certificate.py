@@ -91,16 +91,16 @@ def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] =
     """
     field = evidence.field
     assumptions = [*assumed, *describe_folded_constants(evidence)]
-    if field.logs:
+    if field.notes.logs:
         assumptions.append(POSITIVE)
     if evidence.decisions:
         assumptions.append(SAMPLED)
     return Equality(
         what=what,
         shapes=tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
-        points=field.points,
+        points=field.settings.points,
         chance=field.chance(evidence.degree),
-        uninterpreted=tuple(sorted(field.uninterpreted)),
+        uninterpreted=tuple(sorted(field.notes.uninterpreted)),
         compared=(*_describe_comparisons(evidence), *_describe_elements(evidence)),
         assumed=tuple(assumptions),
     )

@@ -155,11 +155,11 @@ class Coverage:
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
-        if field.order is None:
+        if field.settings.order is None:
             decision.difference = np.broadcast_to(x.real[0] - y.real[0], asked.shape)
             decision.rounding = _ROUNDING * (np.abs(x.real[0]) + np.abs(y.real[0]))
             decision.has_known_sign = np.broadcast_to(_find_known_signs(field, x, y), asked.shape)
-        if self.identifies and field.points > 1:
+        if self.identifies and field.settings.points > 1:
             # It compares the numbers at two points: a constant is the same at both, and an unknown is not.
             differences, fixed = _identify(field, x, y)
             decision.identified = True
@@ -168,7 +168,7 @@ class Coverage:
             decision.words = frozenset(words[~decision.decided].tolist())
             decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
             self.constants |= _constants(field, x) | _constants(field, y)
-        elif field.order is not None and field.points > 1:
+        elif field.settings.order is not None and field.settings.points > 1:
             # An order reaches branches that no draw did, where what was a constant may be an unknown.
             decision.identified = True
             decision.decided = decision.decided | _find_fixed(field, x, y, _subtract_at_points(field, x, y))
@@ -178,7 +178,7 @@ class Coverage:
             if kind == ORDER:
                 decision.held = decision.held & ~decision.tied
                 decision.failed = decision.failed & ~decision.tied
-        if field.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
+        if field.settings.kind == "zero" and kind == ORDER:  # a wrong branch is not seen where all inputs are zero
             return
         self._add(equation, part, decision)
 
@@ -193,7 +193,7 @@ class Coverage:
         Worked example: `tanh(-x) == -tanh(x)` holds for all inputs, by a law that the field does not know. There a
         program takes the branch that no input takes. Of large numbers it may be their rounding: tanh(20) is 1.
         """
-        if field.order is None and field.kind in _OF_SIZE_ONE and truth.any():
+        if field.settings.order is None and field.settings.kind in _OF_SIZE_ONE and truth.any():
             self.coincidences[line] = equation.primitive.name
 
     def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
@@ -209,13 +209,13 @@ class Coverage:
         for x in operands:
             if self.identifies and not field.marks.follows_floats(x):
                 self.constants |= _logarithms(np.abs(x[x != 0].astype(np.float64)))
-        if field.kind != "zero":
+        if field.settings.kind != "zero":
             never = np.zeros(truth.shape, bool)
             self._add(equation, "", Decision(line, equation.primitive.name, INTEGERS, truth, ~truth, never))
 
     def note_joined(self, field: Field, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
         """Notes the outcomes of several comparisons of floats that are joined, as by `and`."""
-        if field.kind != "zero":
+        if field.settings.kind != "zero":
             never = np.zeros(truth.shape, bool)
             self._add(equation, part, Decision(line, equation.primitive.name + part, ORDER, truth, ~truth, never))
 
@@ -226,7 +226,7 @@ class Coverage:
 
         Worked example: the maximum of x + 10000 and y is x + 10000 in every draw. Where y is larger, no draw has been.
         """
-        if field.kind == "zero":
+        if field.settings.kind == "zero":
             return
         chosen, asked = np.broadcast_arrays(chosen, asked)
         name = equation.primitive.name
@@ -238,19 +238,19 @@ class Coverage:
 
         An integer that is even in one draw and odd in another is not the same for all inputs.
         """
-        if not x.degree.total or field.kind == "zero":
+        if not x.degree.total or field.settings.kind == "zero":
             return
         asked = (x.poison == 0) & (x.infinite == 0)
         is_even = integers % 2 == 0
         name = equation.primitive.name
         rounding = Decision(line, name, ORDER, is_even & asked, ~is_even & asked, ~asked)
-        if self.identifies and field.points > 1:
+        if self.identifies and field.settings.points > 1:
             rounding.words = self._hash_rounded(field, name, x)
         _add_to(self.roundings, (self.side, id(equation), x.number.ndim), rounding)
 
     def _hash_rounded(self, field: Field, name: str, x: Exact) -> frozenset[int]:
         """Which numbers are rounded."""
-        top = x.number[-2 * field.points : -field.points]
+        top = x.number[field.residues.top]
         if name == "ceil":  # -floor(-x)
             p = np.uint64(PRIMES[-2])
             top = (p - top) % p
@@ -409,9 +409,9 @@ def _find_ties(
 
 
 def _constants(field: Field, x: Exact) -> set[float]:
-    if field.rounds and x.degree.total:  # integers that inputs were rounded to are no constants
+    if field.notes.rounds and x.degree.total:  # integers that inputs were rounded to are no constants
         return set()
-    top = to_number(field, x).number[-2 * field.points : -field.points]
+    top = to_number(field, x).number[field.residues.top]
     constant = (top == top[0]).all(0) & (x.real[0] != 0) & np.isfinite(x.real[0])
     return _logarithms(np.abs(x.real[0][constant]))
 
@@ -433,12 +433,13 @@ def _find_known_signs(field: Field, x: Exact, y: Exact) -> np.ndarray:
 
 def _subtract_at_points(field: Field, x: Exact, y: Exact) -> np.ndarray:
     """uint64 [points, ...]: the residues of a difference modulo the highest prime that every number has."""
-    return to_number(field, subtract(field, x, y)).number[-2 * field.points : -field.points]
+    return to_number(field, subtract(field, x, y)).number[field.residues.top]
 
 
 def _find_fixed(field: Field, x: Exact, y: Exact, difference: np.ndarray) -> np.ndarray:
     """Where the difference of two numbers cannot change its sign: a constant is the same at two points."""
-    if field.rounds and (x.degree.total or y.degree.total):  # what floats were rounded to is so in this draw alone
+    # What floats were rounded to is so in this draw alone.
+    if field.notes.rounds and (x.degree.total or y.degree.total):
         return np.zeros(difference.shape[1:], bool)
     return (difference[0] == difference[1]) | _find_known_signs(field, x, y)
 

@@ -93,11 +93,11 @@ class Crossings:
     def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
         """An element that is not among the others, moved by a step; None if there is none."""
         taken = {(element.name, element.place) for element in others}
-        names = [name for name, x in field.inputs.items() if x.number[0].size]
+        names = [name for name, x in field.notes.inputs.items() if x.number[0].size]
         if not names:
             return None
         name = str(self.rng.choice(names))
-        x = field.inputs[name]
+        x = field.notes.inputs[name]
         place = int(self.rng.integers(x.number[0].size))
         if (name, place) in taken:
             return None
@@ -186,7 +186,7 @@ def _find_real_roots(
     """
     slope = (second.real - first.real) / _STEP
     root = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
-    top = slice(-2 * field.points, -field.points)  # the highest prime that every number has
+    top = field.residues.top
     changes = (first.number[top] != second.number[top]).all(0)
     return root, changes & first.asked & second.asked & (np.abs(root) < _LARGEST)
 

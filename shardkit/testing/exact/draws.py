@@ -162,10 +162,10 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | 
         # Values are beyond floats, or a function has no real value here: no draw is possible, only orders.
         pair.run(max(points, POINTS), order=effort.orders[0])
     field = pair.field
-    branches = field.compared or field.chances or (field.domains and effort.crossed)
-    if field.order is None and (branches or pair.elements.find_excluded() or not pair.elements.are_defined):
+    branches = field.notes.compared or field.notes.chances or (field.notes.domains and effort.crossed)
+    if field.settings.order is None and (branches or pair.elements.find_excluded() or not pair.elements.are_defined):
         _draw(pair, effort)
-    if field.order is None:
+    if field.settings.order is None:
         _cross(pair, effort)
     pair.coverage.identifies = False
     if pair.coverage.foreign() or pair.coverage.open(ORDER):
@@ -186,7 +186,7 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | 
 
 def _draw_where_floats_differ(pair: ProgramPair, effort: Effort, propose: Propose | None) -> None:
     """Draws at inputs for which both sides differ in floats: a wrong kernel differs in the field too."""
-    if pair.field.order is not None or propose is None or not effort.floats:
+    if pair.field.settings.order is not None or propose is None or not effort.floats:
         return
     for inputs in propose(pair.make_field(0, KINDS[0]), effort.floats):
         pair.draw_at(inputs)
@@ -202,7 +202,7 @@ def _check_domains(pair: ProgramPair) -> None:
             "as of the logarithm of a negative number. Write it so that both sides take it of the same sign, or "
             "compare floats with assert_matches_reference."
         )
-    if not pair.draws and pair.field.domains:
+    if not pair.draws and pair.field.notes.domains:
         raise UndecidedError(
             f"{pair.where}: not decided: real values are beyond floats in every draw, so that none shows where a "
             "logarithm or a root has a value. Scale the numbers down, or compare floats with assert_matches_reference."
@@ -262,7 +262,7 @@ def _check_ties(pair: ProgramPair) -> None:
 
 def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
     """Refuses a comparison that one side alone makes, if no result of any draw depends on it."""
-    if pair.field.order is not None:
+    if pair.field.settings.order is not None:
         return
     decision = find_hidden(pair, effort.kinds[:_SHOWN])
     what = "only one side makes this comparison, and no result of any draw depends on it"
@@ -330,12 +330,12 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
     """How many such draws there are: none for a program that neither compares, rounds nor divides."""
-    if pair.coverage.decisions or pair.field.rounds:
+    if pair.coverage.decisions or pair.field.notes.rounds:
         # `x > 0.5` on one side and `x > 0.6` on the other differ only for an x between both. Such a draw is likely
         # where x is put next to one of them.
         foreign = min(len(pair.coverage.foreign()), _MOST_FOREIGN)
         return effort.crossed + _CROSSED_OF_FOREIGN * foreign if effort.crossed else 0
-    if pair.field.divides:
+    if pair.field.notes.divides:
         return effort.zeros
     return 0
 

@@ -92,12 +92,12 @@ def note_known(field: Field, equation: Any, around: str, operands: Sequence[Know
     """
     name = equation.primitive.name
     if name == "random_bits":
-        field.chances = True
+        field.notes.chances = True
     if name in _ROUNDED:
         numbers = results[0][~np.isnan(results[0])]
         rounded = numbers[numbers != np.rint(numbers)]
         if rounded.size:
-            field.note_rounded(f"{name} of a constant", rounded)
+            field.notes.add_rounded(f"{name} of a constant", rounded, field.side)
     coverage = field.coverage
     if coverage is None or not _follows_floats(field, equation, operands):
         return

@@ -145,7 +145,7 @@ class _Draw:
     def run(self, turned: Turned) -> _Run:
         """The side with comparisons turned round."""
         field = self._field.like()
-        field.turned = turned
+        field.choices.turned = turned
         return _Run(self._side, field)
 
     def hides(self, turned: Turned, changed: _Run) -> bool:

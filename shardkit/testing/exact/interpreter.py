@@ -103,7 +103,7 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def _take_constant(self, x: Any) -> Operand:
         if self.field.compiled and not is_key(x):
-            self.field.note_stored(np.asarray(x))
+            self.field.notes.add_stored(np.asarray(x), self.field.side)
         x = to_known(x, as_stored=self.field.compiled)
         return x.reshape((1,) * self.rank + x.shape)
 
@@ -184,15 +184,15 @@ class Interpreter(JaxprInterpreter[Operand]):
             return self.call(equation, solve, solve_operands(equation, operands))
         if any(isinstance(x, Exact) for x in operands):
             return apply_rule(self.scope, equation, operands)
-        results = compute_known(equation, operands, self.rank, self.field.seed, self.field.compiled)
+        results = compute_known(equation, operands, self.rank, self.field.settings.seed, self.field.compiled)
         note_known(self.field, equation, self.around, operands, results)
         return results
 
     def _allocate(self, equation: Any) -> Operand:
         """Memory that nothing was written to: other unknowns on each device, and each time that the equation runs."""
-        self.field.allocations += 1
+        self.field.notes.allocations += 1
         shape = (*self.axes.values(), *equation.outvars[0].aval.shape)
-        return draw_input(self.field, f"memory {self.field.allocations}", shape)
+        return draw_input(self.field, f"memory {self.field.notes.allocations}", shape)
 
     def call(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """The results of a function that an equation calls."""
@@ -296,7 +296,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             [goes_on] = self.run(test, [*consts_of_test, *carry])
             rounds += 1
             # In an order, which perhaps no input has, the loop may never end.
-            may_not_end = self.field.order is not None or rounds > _MOST_ROUNDS
+            may_not_end = self.field.settings.order is not None or rounds > _MOST_ROUNDS
             if may_not_end and self.field.marks.follows_floats(goes_on):
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not goes_on.any():

@@ -37,7 +37,8 @@ from shardkit.testing.exact.coverage import ALONE, Coverage
 from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.evidence import Evidence, UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter, Seen
-from shardkit.testing.exact.numbers.field import ROUNDING, Field, Settings
+from shardkit.testing.exact.numbers.field import Field, Settings
+from shardkit.testing.exact.numbers.notes import ROUNDING
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.known import to_known
 from shardkit.testing.exact.rules.operands import Operand, join_operands
@@ -219,9 +220,9 @@ def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) 
     """
     # Three fields need a run of their own: one whose values a search looks at; one with the laws of roots, where a
     # number says of which root of its own field it is a multiple; and one whose constants stand for others.
-    if seen is not None or field.coverage is None or field.laws_of_roots or field.folded:
+    if seen is not None or field.coverage is None or field.settings.laws_of_roots or field.choices.folded:
         return _evaluate_alone(training, steps, field, seen)
-    results, other = _run_alone_once(training, steps, field.settings, field.coverage.identifies, field.centres)
+    results, other = _run_alone_once(training, steps, field.settings, field.coverage.identifies, field.choices.centres)
     field.add_notes(other, [ALONE])
     field.coverage.merge(other.coverage)
     return results
@@ -232,8 +233,8 @@ def _run_alone_once(
     training: Training, steps: int, settings: Settings, identifies: bool, centres: tuple[float, ...]
 ) -> tuple[list[Operand], Field]:
     """The outputs of one device in a field of some settings, and that field."""
-    field = Field(*settings)
-    field.centres = centres
+    field = Field(settings)
+    field.choices.centres = centres
     field.coverage = Coverage(side=ALONE, identifies=identifies)
     return _evaluate_alone(training, steps, field, None), field
 
@@ -289,7 +290,7 @@ def _run_on_mesh(
 ) -> list[Operand]:
     """The outputs of the row's programs in the field, from the first state that `init` makes of the parameters."""
     run = Interpreter(field, seen=seen).run
-    uninterpreted_alone = set(field.uninterpreted)
+    uninterpreted_alone = set(field.notes.uninterpreted)
     state_structure = jax.tree.structure(traced.state)
     output_structure = jax.tree.structure(traced.step.out_info)
     state_leaves = run(traced.init, make_inputs(field, "params", program.params))
@@ -314,7 +315,7 @@ def _run_on_mesh(
             metrics_of_steps += [_select_step(x, step) for x in means]
     # A step that sends int8, say, differs from one device's by rounding. That is intended, and no mistake: the law says
     # so in a note.
-    rounding = (field.uninterpreted - uninterpreted_alone) & ROUNDING
+    rounding = (field.notes.uninterpreted - uninterpreted_alone) & ROUNDING
     if rounding:
         raise RoundsError(", ".join(sorted(rounding)))
     last = run(traced.remove_padding, jax.tree.leaves((state.params, state.carried)))

@@ -38,7 +38,7 @@ from shardkit.testing.exact.numbers.errors import (
     UnknownValueError,
     UnsupportedError,
 )
-from shardkit.testing.exact.numbers.field import SEEDS, Field
+from shardkit.testing.exact.numbers.field import SEEDS, Field, Settings
 from shardkit.testing.exact.numbers.folded import Constant, Folded, explain_constants, explain_inverses
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.square_roots import remember_roots
@@ -199,7 +199,7 @@ class ProgramPair:
         for name, values in inputs.items():
             for place, real in enumerate(values.ravel().tolist()):
                 elements.append(Element(name, place, rng.integers(1, moduli, dtype=np.uint64), real))
-        field.elements = tuple(elements)
+        field.choices.elements = tuple(elements)
         with suppress(*NO_VALUE):
             self._compare_all(field)
             self._count(field)
@@ -251,7 +251,7 @@ class ProgramPair:
         if moved is None:
             return None
         after = Differences()
-        field = self._make_field(_FEWEST, field.seed, kind=field.kind, elements=[*elements, moved])
+        field = self._make_field(_FEWEST, field.settings.seed, kind=field.settings.kind, elements=[*elements, moved])
         field.coverage = Coverage(differences=after, identifies=False)
         for side, run in zip((ON_MESH, ALONE), self.sides, strict=True):
             field.coverage.side = side
@@ -270,11 +270,11 @@ class ProgramPair:
         elements: Sequence[Element] = (),
     ) -> Field:
         """A field that notes comparisons."""
-        field = Field(points, seed, self.shallow, order, kind, scale, self.levels)
+        field = Field(Settings(points, seed, self.shallow, order, kind, scale, self.levels))
         field.coverage = self.coverage
-        field.centres = tuple(sorted(self.coverage.constants))
-        field.elements = tuple(elements)
-        field.folded = self.folded
+        field.choices.centres = tuple(sorted(self.coverage.constants))
+        field.choices.elements = tuple(elements)
+        field.choices.folded = self.folded
         return field
 
     def make_field(self, seed: int, kind: str) -> Field:
@@ -288,7 +288,7 @@ class ProgramPair:
         fields = []
         for drawn in self.tied_draws.get(key, []):
             field = drawn.like()
-            field.folded = self.folded
+            field.choices.folded = self.folded
             fields.append(field)
         return fields
 
@@ -306,12 +306,12 @@ class ProgramPair:
         """Counts a run."""
         if self.draws + self.orders == 0:
             self.field = field
-        if field.order is None:
+        if field.settings.order is None:
             self.draws += 1
         else:
             self.orders += 1
-        self.levels = min(self.levels, field.deepest + 3)
-        self.elements.outside = self.elements.outside or field.outside
+        self.levels = min(self.levels, field.notes.deepest + 3)
+        self.elements.outside = self.elements.outside or field.notes.outside
 
     def _use_more_primes(self) -> None:
         """More primes for the next runs; where there are none, `logistic` is left uninterpreted."""
@@ -346,15 +346,15 @@ class ProgramPair:
         self.coverage.merge(coverage)
         if compared is not field:
             field.add_notes(compared, (ON_MESH, ALONE))
-        if are_defined and field.order is None and not field.planted:
+        if are_defined and field.settings.order is None and not field.planted:
             self.elements.are_defined = True
 
     def _run_and_compare(self, field: Field) -> _Results:
         """The results of both programs in a field; if they differ, in the same field with the laws of roots."""
         field.coverage = self._make_coverage(self.coverage.differences)
         results = self._compare_pairs(field)
-        has_roots = field.roots.squares or field.roots.of_powers
-        by_laws = self.by_laws and field.order is None
+        has_roots = field.laws.roots.squares or field.laws.roots.of_powers
+        by_laws = self.by_laws and field.settings.order is None
         if not has_roots or (results.are_equal() and not by_laws):
             return results
         with_laws = self._make_with_laws_of_roots(field)
@@ -384,11 +384,11 @@ class ProgramPair:
 
     def _run_with_folded_constants(self, field: Field, results: _Results) -> _Results | None:
         """Equal results, if constants of a side stand for the numbers from which they were computed; else None."""
-        if field.order is not None:
+        if field.settings.order is not None:
             return None
-        traced = field.stored.get(ALONE, set()) | field.constants.get(ALONE, set())
-        inverses = explain_inverses(field.stored.get(ON_MESH, set()), traced)
-        if inverses.keys() <= field.folded.keys():
+        traced = field.notes.stored.get(ALONE, set()) | field.notes.constants.get(ALONE, set())
+        inverses = explain_inverses(field.notes.stored.get(ON_MESH, set()), traced)
+        if inverses.keys() <= field.choices.folded.keys():
             return self._run_with_computed_constants(field, results)
         other = field.with_folded(inverses)
         with suppress(*NO_VALUE):
@@ -396,7 +396,7 @@ class ProgramPair:
             if not again.are_equal():
                 # Also if these differ: the first wrong value is then none that has the inverse in it.
                 return self._run_with_computed_constants(other, again) or again
-            self.folded = other.folded
+            self.folded = other.choices.folded
             return again
         return None
 
@@ -408,8 +408,8 @@ class ProgramPair:
         """
         if not all(agree_in_float32(field, x, y) for x, y in results.pairs):
             return None
-        on_mesh = field.constants.get(ON_MESH, set())
-        alone = field.constants.get(ALONE, set())
+        on_mesh = field.notes.constants.get(ON_MESH, set())
+        alone = field.notes.constants.get(ALONE, set())
         folded = explain_constants(on_mesh, alone) or explain_constants(alone, on_mesh)
         # Two operations give the bits of many constants, also of some that need not stand for anything.
         of_one = {constant: number for constant, number in folded.items() if number.operations == 1}
@@ -420,7 +420,7 @@ class ProgramPair:
             with suppress(*NO_VALUE):
                 again = self._run_and_compare(other)
                 if again.are_equal():
-                    self.folded = other.folded
+                    self.folded = other.choices.folded
                     return again
         return None
 
@@ -433,7 +433,7 @@ class ProgramPair:
         other = field.with_laws_of_roots()
         other.coverage = self._make_coverage()
         with suppress(RedrawError):
-            remember_roots(other, field.roots, field.roots.degree_of_squares)
+            remember_roots(other, field.laws.roots, field.laws.roots.degree_of_squares)
         return other
 
     def _run_both(self, field: Field) -> tuple[list[Operand], list[Operand]]:
@@ -476,7 +476,7 @@ class ProgramPair:
             self._refuse(field, index, name, a, b)
         self.elements.note_numbers(name, a, b)
         # Of an order, or of planted inputs, a result says something of these inputs alone.
-        if field.order is None and not field.planted:
+        if field.settings.order is None and not field.planted:
             self.degree = self.degree.plus(a.degree, b.degree)
             self.elements.note_compared(name, a, b)
         return self.elements.note_alone(name, a, b, field.planted)
@@ -484,10 +484,10 @@ class ProgramPair:
     def _check_depth(self, field: Field, a: Exact, b: Exact) -> None:
         """Refuses results for which no prime is left that exps and logarithms have not used up."""
         used = int(max(a.used.max(initial=0), b.used.max(initial=0)))
-        field.deepest = max(field.deepest, used)
+        field.notes.deepest = max(field.notes.deepest, used)
         # A factor of a logarithm is compared by its exp.
-        logs = field.logs or a.factor is not None or b.factor is not None
-        if used + logs >= field.levels:
+        logs = field.notes.logs or a.factor is not None or b.factor is not None
+        if used + logs >= field.settings.levels:
             raise TooDeepError
 
     def _refuse(self, field: Field, index: int, name: str, a: Exact, b: Exact) -> None:
@@ -518,7 +518,7 @@ class ProgramPair:
 
     def _locate(self, field: Field, index: int, wanted: Exact | None, only_remedy: bool = False) -> str:
         """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
-        if field.order is not None and self.draws:
+        if field.settings.order is not None and self.draws:
             return ""
         describe = describe_remedy if only_remedy else describe_difference
         runs = self._make_runs(field)
@@ -537,6 +537,6 @@ class ProgramPair:
 
 def _among(field: Field) -> str:
     """For which inputs a difference was seen, if they are chosen."""
-    if field.elements:
+    if field.choices.elements:
         return ", for some that a comparison tells apart"
     return ", where some inputs are equal" if field.planted else ""

@@ -200,13 +200,13 @@ class Search:
     def _search_others(self) -> list[Search]:
         """The same search with other random numbers; an empty list where no others can be drawn."""
         # Some inputs of this draw were chosen at the tie of a comparison. Other numbers would be at none.
-        if self.field.elements:
+        if self.field.choices.elements:
             return []
         if self._others is None:
             self._others = []
-            draws = _DRAWS_OF_DECISIONS if self.field.compared else _DRAWS
+            draws = _DRAWS_OF_DECISIONS if self.field.notes.compared else _DRAWS
             for draw in range(draws):
-                field = self.field.like(seed=self.field.seed + 1 + draw)
+                field = self.field.like(seed=self.field.settings.seed + 1 + draw)
                 self._others += self._search_again(self.programs._replace(field=field))
         return self._others
 

@@ -19,7 +19,7 @@ from shardkit.testing.exact.compiled import _make_inputs
 from shardkit.testing.exact.compiled_pair import CompiledPair
 from shardkit.testing.exact.draws import of_kernels
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.stablehlo import listed_groups, module
@@ -264,7 +264,7 @@ func.func @main(%x: tensor<3xf32>, %i: tensor<2x1xi32>) -> tensor<2xf32> {
 def is_zero_in_field(function, *arguments):
     """bool [...]: where the result of a function of arrays is zero for all inputs."""
     program = jax.make_jaxpr(function)(*arguments)
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     inputs = []
     for number, x in enumerate(arguments):
         is_float = np.issubdtype(x.dtype, np.floating)

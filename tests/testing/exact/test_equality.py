@@ -18,7 +18,7 @@ from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.errors import RedrawError
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.size import check_size
@@ -243,7 +243,7 @@ def test_a_divisor_that_is_zero_at_every_draw():
     seeds = []
 
     def side(field, seen):
-        seeds.append(field.seed)
+        seeds.append(field.settings.seed)
         raise RedrawError if len(seeds) < 20 else AssertionError
 
     with raises(
@@ -325,7 +325,7 @@ def test_not_a_number_on_one_device_is_not_replicated():
 
 @pytest.mark.usefixtures("silent_floats")
 def test_what_a_float_was_rounded_to_may_be_another_integer():
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     field.coverage = Coverage()
     program = jax.make_jaxpr(lambda x: jnp.where(jnp.floor(x) == 7, 0.0, x))(0.5)
     Interpreter(field).run(program, [draw_input(field, "x", ())])

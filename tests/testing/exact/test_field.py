@@ -13,7 +13,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
 from shardkit.testing.exact.numbers.constants import simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
-from shardkit.testing.exact.numbers.field import SEEDS, Field
+from shardkit.testing.exact.numbers.field import SEEDS, Field, Settings
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.logarithms import exp, find_whole_number, log, to_number
@@ -33,7 +33,7 @@ from shardkit.testing.exact.numbers.values import (
 
 pytestmark = [pytest.mark.check, pytest.mark.usefixtures("silent_floats")]
 
-FIELD = Field(2, 7)
+FIELD = Field(Settings(2, 7))
 X, Y = draw_input(FIELD, "x", (2, 3)), draw_input(FIELD, "y", (2, 3))
 ORDERS = range(4)
 ONE, LARGE, LITTLE = (FIELD.lift(np.float32([[v] * 3] * 2)) for v in (1, 1e9, -1e9))
@@ -41,7 +41,7 @@ POSITIVE, NEGATIVE = X.with_sign(1), Y.with_sign(-1)
 
 
 def prime_of(component):
-    return PRIMES[component // FIELD.points]
+    return PRIMES[component // FIELD.settings.points]
 
 
 def by_hand(function, *operands):
@@ -59,8 +59,8 @@ def residue(ratio, p):
 
 # What hangs on a narrow window was drawn in one of a thousand elements.
 def test_inputs_near_constants_are_between_two_of_them():
-    field = Field(1, 0, kind="near")
-    field.centres = (np.log(3), np.log(3.001))
+    field = Field(Settings(1, 0, kind="near"))
+    field.choices.centres = (np.log(3), np.log(3.001))
     x = draw_input(field, "x", (4, 16)).real
     assert ((x > 3) & (x < 3.001)).sum() >= 3
 
@@ -69,7 +69,7 @@ def test_inputs_near_constants_are_between_two_of_them():
 def test_similar_inputs_differ_by_little_along_some_dims():
     spreads = []
     for seed in range(16):
-        x = draw_input(Field(1, seed, kind="similar"), "x", (4, 3)).real[0]
+        x = draw_input(Field(Settings(1, seed, kind="similar")), "x", (4, 3)).real[0]
         scale = np.maximum(np.abs(x).max(), 1)
         spreads.append((np.ptp(x, 0).max() / scale, np.ptp(x, 1).max() / scale))
     rows, columns = np.array(spreads).T < 0.5
@@ -82,10 +82,10 @@ def test_crossings_prefer_comparisons_of_one_side():
     crossings, foreign = Crossings(), (0, 9, "")
     places = [(0, number, "") for number in range(10)] + [(0, number, DIVISOR) for number in range(10)]
     for seed in range(40):
-        field = Field(1, seed, kind="crossed")
+        field = Field(Settings(1, seed, kind="crossed"))
         x = draw_input(field, "x", (2, 3))
         moved = crossings.moved(field, [])
-        field.elements = (moved,)
+        field.choices.elements = (moved,)
         differences = Differences(), Differences()
         for y, noted in zip((x, draw_input(field, "x", (2, 3))), differences, strict=True):
             for place in places:
@@ -167,7 +167,7 @@ def test_constants_are_the_rationals_that_they_stand_for():
         (lambda x, y: negate(FIELD, x), {"+0": -1, "-0": 1, "00": 0}),
         (lambda x, y: sum_dims(FIELD, x, [1]), {"+0": 1, "-0": -1, "00": 0}),
         (lambda x, y: exp(FIELD, x), {"-0": 1, "00": 1}),
-        (lambda x, y: to_number(Field(2, 7), log(FIELD, x)), {"+0": 0}),
+        (lambda x, y: to_number(Field(Settings(2, 7)), log(FIELD, x)), {"+0": 0}),
         (lambda x, y: apply_function(FIELD, "f", x), {"+0": 0}),
         (lambda x, y: apply_function(FIELD, "f", x, y, sign=1), {"-0": 1}),
     ],
@@ -259,20 +259,20 @@ def ones(n):
 
 
 def test_what_is_outside_of_a_functions_domain_in_a_draw_is_not_compared():
-    below = Field(2, 7)
+    below = Field(Settings(2, 7))
     x = draw_input(below, "x", (50,))
     outside = log(below, x).poison == OUTSIDE
     np.testing.assert_array_equal(outside, x.real[0] < 0)
     np.testing.assert_array_equal(square_root(below, x).poison == OUTSIDE, x.real[0] < 0)
     assert find_equal(below, log(below, x), log(below, negate(below, x))).all() and outside.any() and not outside.all()
-    ordered = Field(2, 7, order=0)  # in an order nothing is drawn: logarithms are of positive numbers
+    ordered = Field(Settings(2, 7, order=0))  # in an order nothing is drawn: logarithms are of positive numbers
     assert not log(ordered, draw_input(ordered, "x", (50,))).poison.any()
-    alike = Field(2, 7, kind="zero")
+    alike = Field(Settings(2, 7, kind="zero"))
     assert (invert(alike, draw_input(alike, "x", (3,))).poison == OUTSIDE).all()
 
 
 def test_the_real_values_of_a_draw_are_those_of_floats():
-    field = Field(2, 7)
+    field = Field(Settings(2, 7))
     x, y = draw_input(field, "x", (2, 3)), draw_input(field, "y", (2, 3))
     a, b = x.real[0], y.real[0]
     for value, wanted in (
@@ -291,7 +291,7 @@ def test_the_real_values_of_a_draw_are_those_of_floats():
     ):
         np.testing.assert_allclose(value.real[0], wanted, rtol=1e-13)
     kinds = {
-        kind: draw_input(Field(2, 7, kind=kind), "x", (64,))
+        kind: draw_input(Field(Settings(2, 7, kind=kind)), "x", (64,))
         for kind in ("positive", "unit", "wide", "alike", "repeated")
     }
     assert (kinds["positive"].real > 0).all() and np.abs(kinds["wide"].real).max() > 20
@@ -305,7 +305,7 @@ def test_the_real_values_of_a_draw_are_those_of_floats():
 
 
 def test_the_square_of_a_root_is_what_it_is_of():
-    field = Field(2, 7, order=0)
+    field = Field(Settings(2, 7, order=0))
     x = draw_input(field, "x", (3,))
     root = square_root(field, x)
     assert (
@@ -318,7 +318,7 @@ def test_the_square_of_a_root_is_what_it_is_of():
 
 
 def test_the_primes_that_exps_use_up():
-    field = Field(2, 7)
+    field = Field(Settings(2, 7))
     once, twice = exp(field, X), exp(field, exp(field, X))
     assert (once.used[0] == 1).all() and (twice.used[0] == 2).all()
     for found in (
@@ -336,15 +336,15 @@ def test_the_primes_that_exps_use_up():
     logs = log(field, twice)
     assert (logs.used[0] == 0).all() and (logs.used[1] == 2).all()
     assert (exp(field, logs).used[0] == 2).all()  # exp(log x) is x again
-    assert not field.logs and (to_number(field, logs).used[0] == 1).all() and field.logs
+    assert not field.notes.logs and (to_number(field, logs).used[0] == 1).all() and field.notes.logs
     assert exp(field, LITTLE).used[0].tolist() == [[0] * 3] * 2  # a zero
-    valid = Field(2, 7).valid(np.array([0, 3], np.int8))
+    valid = Field(Settings(2, 7)).valid(np.array([0, 3], np.int8))
     assert valid[:, 0].all() and valid[:, 1].tolist() == [False] * 6 + [True] * (2 * LEVELS - 6)
     assert field.valid(np.array([0]))[:, 0].tolist() == [True] * (2 * LEVELS - 2) + [False] * 2
 
 
 def test_exps_and_logarithms_keep_their_laws_and_no_other():
-    field = Field(2, 7, order=0)
+    field = Field(Settings(2, 7, order=0))
     both = exp(field, add(field, X, Y)), multiply(field, exp(field, X), exp(field, Y))
     assert find_equal(field, *both).all()
     valid = field.valid(both[0].used[0])
@@ -360,9 +360,10 @@ def test_exps_and_logarithms_keep_their_laws_and_no_other():
     ).all()
     plain = to_number(field, where(np.array([True, False, False]), log(field, ONE), X))
     np.testing.assert_array_equal(plain.number[:, :, 1:], X.number[:, :, 1:])
-    assert not plain.number[:, :, 0].any() and not field.logs  # no logarithm became a number yet: those of 1 are zero
+    # No logarithm became a number yet: those of 1 are zero.
+    assert not plain.number[:, :, 0].any() and not field.notes.logs
     third = multiply(field, log(field, exp(field, X)), field.lift(np.float32([[1 / 3]])))
-    assert field.logs and find_equal(field, third, multiply(field, X, field.lift(np.float32([[1 / 3]])))).all()
+    assert field.notes.logs and find_equal(field, third, multiply(field, X, field.lift(np.float32([[1 / 3]])))).all()
     assert to_number(field, log(field, field.lift(np.float32([2, 2])))).number[0].all()  # that of 2 is not
     for level in (0, 3, LEVELS - 2):
         p, q = PRIMES[level : level + 2]
@@ -372,25 +373,25 @@ def test_exps_and_logarithms_keep_their_laws_and_no_other():
 
 
 def test_the_bound_is_that_of_the_largest_prime_that_is_compared():
-    field = Field(1, 3)
+    field = Field(Settings(1, 3))
     x = draw_input(field, "x", (5,))
     assert field.variety == PRIMES[-1] - 1
     # A polynomial of this degree is one at every power: the bound must say so.
     power = exp(field, x)
     order = PRIMES[-2]
     assert all(pow(int(value), order, PRIMES[-1]) == 1 for value in power.number[-1])
-    assert Field(1, 3).chance(Degree(order)) < 1 and field.chance(Degree(order)) == 1
+    assert Field(Settings(1, 3)).chance(Degree(order)) < 1 and field.chance(Degree(order)) == 1
     assert field.variety == PRIMES[-2] - 1
     # What a logarithm becomes has no component of the largest prime.
     to_number(field, log(field, x))
     assert field.variety == PRIMES[-3] - 1
-    only_logs = Field(1, 3)
+    only_logs = Field(Settings(1, 3))
     to_number(only_logs, log(only_logs, draw_input(only_logs, "x", (5,))))
     assert only_logs.variety == PRIMES[-2] - 1
 
 
 def test_points_that_are_drawn_again_are_more_chances():
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     often = Degree(1, {1: (1, PRIMES[0] // 16)})  # a divisor that is zero at one in eight draws of two points
     rare = Degree(1 + PRIMES[0] // 16)
     assert field.chance(often) == pytest.approx(field.chance(rare) / (1 - 2 * 2 / 16), rel=1e-3)
@@ -399,14 +400,14 @@ def test_points_that_are_drawn_again_are_more_chances():
 
 
 def test_the_square_of_a_root_has_the_degree_of_what_it_is_the_root_of():
-    field = Field(1, 3)
+    field = Field(Settings(1, 3))
     tenth = power(field, draw_input(field, "x", (5,)), 10)
     assert power(field, square_root(field, tenth), 2).degree.total >= 10
 
 
 def test_degrees_bound_the_chance_of_a_wrong_verdict():
     """Too low a bound claims too much."""
-    field = Field(1, 3)
+    field = Field(Settings(1, 3))
     x, y = draw_input(field, "x", (5,)), draw_input(field, "y", (5,))
     square = multiply(field, x, x)
     assert [each.degree.total for each in (x, ONE, add(field, square, y), add(field, y, square))] == [1, 0, 2, 2]
@@ -421,7 +422,7 @@ def test_degrees_bound_the_chance_of_a_wrong_verdict():
     assert cubed == Degree(3, {1: (2, 10), 2: (1, 5)}) and cubed.to_the(2) == Degree(6, {1: (4, 10), 2: (2, 5)})
     assert once.degree.plus(cubed) == cubed.plus(once.degree) == cubed
     assert field.chance(cubed) == pytest.approx((3 + 2 * 10 + 5) / (PRIMES[-1] - 1), rel=1e-5)
-    assert Field(3, 3).chance(cubed) == pytest.approx((28 / (PRIMES[-1] - 1)) ** 3, rel=1e-5)
+    assert Field(Settings(3, 3)).chance(cubed) == pytest.approx((28 / (PRIMES[-1] - 1)) ** 3, rel=1e-5)
     assert field.chance(Degree(2 * PRIMES[-1])) == 1
     assert exp(field, square).degree == apply_function(field, "f", square).degree == log(field, x).degree == INPUT
     assert (
@@ -438,7 +439,7 @@ def test_degrees_bound_the_chance_of_a_wrong_verdict():
 
 
 def test_bits_come_back_and_others_are_no_number():
-    field = Field(2, 7)
+    field = Field(Settings(2, 7))
     sent = to_bits(field, POSITIVE)
     back = from_bits(field, sent)
     np.testing.assert_array_equal(back.number, X.number)
@@ -446,14 +447,14 @@ def test_bits_come_back_and_others_are_no_number():
     zero = from_bits(field, field.lift(np.zeros((2, 3), np.int32)))
     assert not zero.number.any() and not zero.facts.any()
     other = from_bits(field, add(field, sent, field.lift(np.ones((1, 1), np.int32))))
-    assert not (other.number == X.number).all(0).any() and field.uninterpreted == {"of bits"}
+    assert not (other.number == X.number).all(0).any() and field.notes.uninterpreted == {"of bits"}
     assert not (sent.number == to_bits(field, Y).number).all(0).any()
 
 
 def test_functions_are_told_apart_by_name_by_arguments_and_by_their_order():
-    field = Field(2, 7)
+    field = Field(Settings(2, 7))
     f = apply_function(field, "f", X, Y)
-    assert find_equal(field, f, apply_function(field, "f", X, Y)).all() and field.uninterpreted == {"f"}
+    assert find_equal(field, f, apply_function(field, "f", X, Y)).all() and field.notes.uninterpreted == {"f"}
     for other in (
         apply_function(field, "f", Y, X),
         apply_function(field, "g", X, Y),
@@ -463,12 +464,12 @@ def test_functions_are_told_apart_by_name_by_arguments_and_by_their_order():
         assert not find_equal(field, f, other).any()
     # the points and the primes have values of their own
     assert len(np.unique(X.number[:2].reshape(-1))) == 12 and len(np.unique(f.number[:, 0, 0])) == 2 * LEVELS
-    assert not (draw_input(Field(2, 8), "x", (2, 3)).number == X.number).any(0).any()
+    assert not (draw_input(Field(Settings(2, 8)), "x", (2, 3)).number == X.number).any(0).any()
     assert (X.number > 0).all() and (X.number < FIELD.residues.primes_of(X.number)).all()
 
 
 def keys(order, *values):
-    field = Field(2, 7, order=order)
+    field = Field(Settings(2, 7, order=order))
     return [find_keys(field, x) for x in values], field
 
 
@@ -480,7 +481,7 @@ def test_the_four_orders_turn_round_every_comparison_that_is_not_decided():
         (a, b, minus_a, minus_b, positive, negative, zero), field = keys(
             order, x, y, negate(FIELD, x), negate(FIELD, y), POSITIVE, NEGATIVE, subtract(FIELD, x, x)
         )
-        assert field.compared == 7
+        assert field.notes.compared == 7
         np.testing.assert_array_equal(a > b, minus_b > minus_a)
         np.testing.assert_array_equal(a, -minus_a)
         assert (positive > 0).all() and (negative < 0).all() and (zero == 0).all()
@@ -513,7 +514,7 @@ def test_constants_stand_in_their_own_order_and_infinity_outside():
 
 
 def test_a_divisor_that_is_zero_at_one_point_alone_is_drawn_again():
-    field = Field(2, 7)
+    field = Field(Settings(2, 7))
     always = np.zeros((2 * LEVELS, 1), np.uint64)
     once = np.ones((2 * LEVELS, 2), np.uint64)
     once[5, 1] = 0
@@ -532,9 +533,9 @@ def test_a_whole_number_a_mask_and_what_is_neither():
     ):  # fmt: skip
         assert find_whole_number(FIELD, FIELD.lift(np.float32(values))) == wanted
     assert find_whole_number(FIELD, X) is None and find_whole_number(FIELD, log(FIELD, ONE)) is None
-    field = Field(2, 7, order=0)
+    field = Field(Settings(2, 7, order=0))
     masked = multiply(field, log(field, X), field.lift(np.float32([[1, 0, 1]])))
-    assert masked.factor is not None and not field.logs
+    assert masked.factor is not None and not field.notes.logs
     np.testing.assert_array_equal(masked.factor, np.where([True, False, True], X.number, np.uint64(1)))
     assert masked.degree == INPUT
 
@@ -543,8 +544,8 @@ def test_a_whole_number_a_mask_and_what_is_neither():
 def test_unknown_numbers_stand_on_every_side_of_constants():
     places = set()
     for order in range(24):
-        field = Field(2, 7, order=order)
-        field.centres = (float(np.log(0.8)), float(np.log(1.2)))
+        field = Field(Settings(2, 7, order=order))
+        field.choices.centres = (float(np.log(0.8)), float(np.log(1.2)))
         positive = exp(field, draw_input(field, "x", ()))
         low, high = (find_keys(field, field.lift(np.float32(value))) for value in (0.8, 1.2))
         assert low < high
@@ -559,8 +560,8 @@ def test_facts_have_a_row_each():
 
 def test_notes_of_another_field():
     """What the run of one side noted in a field of its own is noted here too: of an exp, how few values it has."""
-    field, other = Field(1, 3), Field(1, 3)
+    field, other = Field(Settings(1, 3)), Field(Settings(1, 3))
     exp(other, draw_input(other, "x", (2,)))
     field.add_notes(other, [ALONE])
-    assert field.exps
+    assert field.notes.exps
     assert field.variety == other.variety

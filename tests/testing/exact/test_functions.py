@@ -7,7 +7,7 @@ from jax import lax
 
 from shardkit._jax.primitives import NONLINEAR
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.rules import elementwise
@@ -31,9 +31,9 @@ def call(name, value):
 @pytest.mark.parametrize("name", sorted(set(NAMES) - EXACT))
 def test_a_constant_of_a_function_is_noted_as_rounded(name):
     inside = {"acosh": 1.3}.get(name, 0.3)
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     Interpreter(field).run(jax.make_jaxpr(lambda: call(name, inside))(), [])
-    assert field.rounded == {f"{name} of a constant"}
+    assert field.notes.rounded == {f"{name} of a constant"}
 
 
 # A function that the readers of a trace do not know stops the advice on a gradient, and the check of a first step.
@@ -47,7 +47,7 @@ def test_what_a_function_is_at_zero_is_known(name):
     value = float(call(name, 0.0))
     if value not in (0.0, 1.0):
         return
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     zero = field.lift(np.zeros(1, np.float32))
     result = apply_function(field, name, zero)
     assert find_equal(field, result, field.lift(np.full(1, value, np.float32))).all()

@@ -16,7 +16,7 @@ import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact import search
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import OUTSIDE, TRULY, Exact
@@ -97,7 +97,7 @@ def given(field, name, value):
 
 def run(function, *values):
     """Real results, and what is in the field."""
-    field, matrices = Field(2, 3), [np.asarray(value, np.float32) for value in values]
+    field, matrices = Field(Settings(2, 3)), [np.asarray(value, np.float32) for value in values]
     traced = jax.make_jaxpr(function)(*matrices)
     return field, Interpreter(field).run(traced, [given(field, f"{i}", np.float64(x)) for i, x in enumerate(matrices)])
 

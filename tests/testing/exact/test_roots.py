@@ -14,7 +14,7 @@ from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact.equality import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.arithmetic import invert, multiply, power
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.logarithms import exp as exact_exp
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -213,7 +213,7 @@ def test_roots_that_a_device_receives():
 
 def test_the_degrees_of_roots():
     """Too low a bound claims too much: that of a product is not lost where a law replaces it."""
-    field = Field(1, 3, laws_of_roots=True)
+    field = Field(Settings(1, 3, laws_of_roots=True))
     x = draw_input(field, "x", (5,))
     tenth = power(field, x, 10)
     root = square_root(field, tenth)
@@ -226,18 +226,18 @@ def test_the_degrees_of_roots():
 
 def test_the_degrees_of_products_of_roots():
     """A product of three roots has the degree of three, and is the root of a product of three numbers."""
-    field = Field(1, 3, laws_of_roots=True)
+    field = Field(Settings(1, 3, laws_of_roots=True))
     roots = [square_root(field, power(field, draw_input(field, name, ()), 2)) for name in "xyz"]
     product = multiply(field, multiply(field, *roots[:2]), roots[2])
     other = square_root(field, power(field, multiply(field, product, product), 1))
     assert find_equal(field, other, product).all()
     assert other.degree.total >= 3
-    assert field.roots.degree_of_squares.total >= 3 * 2
+    assert field.laws.roots.degree_of_squares.total >= 3 * 2
 
 
 def test_numbers_of_divisions_with_the_laws_of_roots():
     """What was divided by before, and what is with the laws, are not one division."""
-    field = Field(1, 3)
+    field = Field(Settings(1, 3))
     x = draw_input(field, "x", (2,))
     before = invert(field, x).degree
     with_laws = field.with_laws_of_roots()
@@ -247,7 +247,7 @@ def test_numbers_of_divisions_with_the_laws_of_roots():
 
 def test_an_exponent_is_the_simplest_rational():
     """0.1 of float32 is a tenth, also in real values, by which comparisons are decided."""
-    field = Field(1, 3, laws_of_roots=True)
+    field = Field(Settings(1, 3, laws_of_roots=True))
     x = draw_input(field, "x", (2,))
     program = jax.make_jaxpr(lambda x: exp(x) ** 0.1)(np.ones(2, np.float32))
     [root] = Interpreter(field).run(program, [x])
@@ -256,6 +256,6 @@ def test_an_exponent_is_the_simplest_rational():
 
 # As long as no law of roots is asked for, the root of an exp is one like any other, whatever it was taken of.
 def test_powers_without_the_laws_of_roots():
-    field = Field(1, 3)
+    field = Field(Settings(1, 3))
     x = square_root(field, exact_exp(field, draw_input(field, "x", (2,))))
     assert not x.is_power

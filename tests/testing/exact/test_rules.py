@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing.exact.interpreter import Interpreter
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.known import to_known
@@ -196,7 +196,7 @@ def test_a_primitive_means_what_jax_computes():
         mapped = jax.shard_map(kernel, mesh=mesh, in_specs=(P("a"), P("b")), out_specs=P("a", "b"))
         wanted = jax.jit(mapped)(X, Y)
         traced, shapes = jax.make_jaxpr(mapped, return_shape=True)(X, Y)
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     results = Interpreter(field).run(traced, [field.lift(X), field.lift(Y)])
     got = jax.tree.unflatten(jax.tree.structure(shapes), results)
     for name in ROWS:
@@ -214,7 +214,7 @@ def test_random_numbers_beside_a_compiled_program_are_those_of_jax():
         return [jax.random.bits(keys[1, 2], (2, 5)), batched, jax.random.key_data(keys), jax.random.uniform(key)]
 
     key = jax.random.key(123)
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     field.compiled = True
     results = Interpreter(field).run(jax.make_jaxpr(draw)(key), [to_known(key)])
     for found, value in zip(results, draw(key), strict=True):

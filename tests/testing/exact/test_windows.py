@@ -16,7 +16,7 @@ import shardkit as sk
 from shardkit.testing import Row, assert_equal_for_all_inputs
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.law import equal_for_all_inputs
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.one_device import Reference, Training
@@ -33,7 +33,7 @@ def whole(rng, shape):
 
 def means_what_jax_computes(function, *args):
     """The numbers are jax's integers modulo primes, the real values are its floats, and no sign is wrong."""
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     found = Interpreter(field).run(jax.make_jaxpr(function)(*args), [field.lift(x) for x in args])
     for x, wanted in zip(found, jax.tree.leaves(jax.jit(function)(*args)), strict=True):
         wanted = np.asarray(wanted)
@@ -162,7 +162,7 @@ def test_what_is_no_number_spreads_as_in_jax(value):
         return [*results, *[pool(init, by, options, x) for init, by in REDUCERS.values()]]
 
     args = np.arange(1, 7, dtype=np.float32)[None, None], np.array([[[1, 0, -3]]], np.float32)
-    field = Field(2, 3)
+    field = Field(Settings(2, 3))
     found = Interpreter(field).run(jax.make_jaxpr(every)(*args), [field.lift(x) for x in args])
     for x, wanted in zip(found, jax.jit(every)(*args), strict=True):
         assert find_equal(field, x, field.lift(np.asarray(wanted))).all()
@@ -173,7 +173,7 @@ def test_logarithms_of_sums_of_exps(reverse):
     def sums(x):
         return jnp.exp(lax.cumlogsumexp(jnp.log(x), 1, reverse=reverse))
 
-    field, x = Field(2, 3), np.arange(12, dtype=np.float32).reshape(3, 4) % 5 + 1
+    field, x = Field(Settings(2, 3)), np.arange(12, dtype=np.float32).reshape(3, 4) % 5 + 1
     [found] = Interpreter(field).run(jax.make_jaxpr(sums)(x), [field.lift(x)])
     assert find_equal(field, found, field.lift(np.asarray(lax.cumsum(x, 1, reverse=reverse)))).all()
     np.testing.assert_allclose(found.real[0], sums(x), 1e-5)

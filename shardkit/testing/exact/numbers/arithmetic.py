@@ -162,7 +162,7 @@ def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | No
     if x.roots is None:
         number = field.invert_residues(x.number, x.used[0])
         return number, None, field.degree_of_inverses(x.degree, x.number[0].size)
-    if field.roots.ids_of_squares(x.roots).any():
+    if field.laws.roots.ids_of_squares(x.roots).any():
         # x is the root of a multiple of a root, such as sqrt(sqrt(y)). 1 / x is x / x**2, and x**2 has fewer roots.
         squares = multiply(field, x, x)
         inverse, roots_of_inverse, degree = _invert_numbers(field, squares)
@@ -174,10 +174,10 @@ def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | No
         )
         return quotient.number, quotient.roots, quotient.degree
     # 1 / (c sqrt(y)) is sqrt(y) / (c y). The number is c h of a root h, and y / h**2 takes it to c y / h.
-    divisor = x.number * field.roots.corrections(x.roots[0]) % field.residues.primes_of(x.number)
-    degree_of_divisor = x.degree.times(field.roots.degree_of_squares)
+    divisor = x.number * field.laws.roots.corrections(x.roots[0]) % field.residues.primes_of(x.number)
+    degree_of_divisor = x.degree.times(field.laws.roots.degree_of_squares)
     inverse = field.invert_residues(divisor, x.used[0])
-    degree = field.roots.degree.times(field.degree_of_inverses(degree_of_divisor, x.number[0].size))
+    degree = field.laws.roots.degree.times(field.degree_of_inverses(degree_of_divisor, x.number[0].size))
     return inverse, x.roots, degree
 
 

@@ -27,8 +27,8 @@ def to_bits(field: Field, x: Exact) -> Exact:
     # The word is a random function of the residues alone: equal floats have equal bits.
     elements = zip(*(list_columns(part) for part in (words, x.number, x.facts, x.real)), strict=True)
     for word, residues, facts, real in elements:
-        field.numbers_of_bits[word.tobytes()] = residues, facts, real
-    field.degree_of_bits = field.degree_of_bits.plus(x.degree)
+        field.laws.numbers_of_bits[word.tobytes()] = residues, facts, real
+    field.laws.degree_of_bits = field.laws.degree_of_bits.plus(x.degree)
     facts = build_facts(x.shape, used=x.used[0], poison=x.poison)
     return Exact(words, facts, np.full(x.real.shape, math.nan), degree=INPUT)
 
@@ -47,8 +47,8 @@ def from_bits(field: Field, x: Exact) -> Exact:
             number[:, i] = 0
             facts[:, i] = 0
             real[:, i] = 0
-        elif word.tobytes() in field.numbers_of_bits:
-            number[:, i], facts[:, i], real[:, i] = field.numbers_of_bits[word.tobytes()]
+        elif word.tobytes() in field.laws.numbers_of_bits:
+            number[:, i], facts[:, i], real[:, i] = field.laws.numbers_of_bits[word.tobytes()]
     shape = unknown.shape
-    degree = field.degree_of_bits.plus(INPUT)
+    degree = field.laws.degree_of_bits.plus(INPUT)
     return Exact(number.reshape(-1, *shape), facts.reshape(-1, *shape), real.reshape(-1, *shape), degree=degree)

@@ -137,7 +137,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
         # A pivot that is not positive has no real root. A 1 in its place keeps the steps going; the result is poison.
         zero = field.is_zero(pivot)
-        if field.order is None:
+        if field.settings.order is None:
             zero = zero | (pivot.real[0] <= 0)
         singular = singular | zero[..., 0, 0]
         pivot = where(zero, _make_one(field, pivot), pivot).with_sign(1)

@@ -1,4 +1,6 @@
-"""The field that a program runs in: its residues, constants, and what is remembered of the run.
+"""The field that a program runs in: its residues, its constants, and the chance that a comparison is wrong.
+
+It also has what the run notes (`notes.py`), and what is known of numbers beside their residues (`number_laws.py`).
 
 We test polynomial identities at random points. Two different polynomials agree at a random point with a chance of at
 most degree / size of the field (Schwartz and Zippel), so a sum, product or quotient that agrees at a few points is the
@@ -29,8 +31,10 @@ logarithm of a number that happens to be negative in a draw, is told apart from 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -42,8 +46,10 @@ from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError
 from shardkit.testing.exact.numbers.folded import Constant, Folded
 from shardkit.testing.exact.numbers.marks import Marks
+from shardkit.testing.exact.numbers.notes import Notes
+from shardkit.testing.exact.numbers.number_laws import NumberLaws
 from shardkit.testing.exact.numbers.residues import Residues
-from shardkit.testing.exact.numbers.roots import NO_ROOT, Roots
+from shardkit.testing.exact.numbers.roots import NO_ROOT
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
@@ -72,12 +78,24 @@ SEEDS = 8
 # Where the outcome of a comparison is turned round, beside bool [...] for some elements (`hidden.py`).
 EVERYWHERE = np.ones((), bool)
 TIES = "where both numbers are equal"
-ROUNDING = {"round", "floor", "ceil", "to an integer"}
 _MOST_KEPT = 64  # elements of a constant that is kept
 
 
 class Settings(NamedTuple):
-    """The arguments of a field; `Field` describes them."""
+    """What a field is made of.
+
+    Attributes:
+        points: how many random points there are.
+        seed: which points, and which inputs, are drawn.
+        shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
+        order: which order decides comparisons; None where the real values of a draw do.
+        kind: the kind of the inputs of a draw, one of KINDS, PLANTED or SCALED, or MIXED, SIMILAR, "narrow"; "" for one
+            of KINDS for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison
+            changes its answer (a maximum of equal numbers), and the others are of the other kind.
+        scale: the factor by which normal inputs are multiplied.
+        levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
+        laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
+    """
 
     points: int
     seed: int
@@ -89,128 +107,68 @@ class Settings(NamedTuple):
     laws_of_roots: bool = False
 
 
-class Field:
-    """A field at `points` random points that `seed` draws.
+@dataclass
+class Choices:
+    """What a search has chosen for a run, from what it learned in runs before.
 
     Attributes:
-        residues: the primes and the points, with the arithmetic of residues.
-        shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
-        order: which order decides comparisons; None where the real values of a draw do.
-        kind: the kind of the inputs of a draw, one of KINDS, PLANTED or SCALED, or MIXED, SIMILAR, "narrow"; "" for one
-            of KINDS for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison
-            changes its answer (a maximum of equal numbers), and the others are of the other kind.
-        scale: the factor by which normal inputs are multiplied.
-        levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
-        settings: the arguments that this field was made of.
-        marks: which integers follow from floats.
-        computed: which float constants the programs computed, and how.
-        uninterpreted: the functions that were applied without a law, by name.
-        rounded: the functions of constants that were computed in floats, as log(2), in words.
-        rounded_values: their values, by the side of the comparison that computed them.
-        compared: how many arrays were put in order.
-        deepest: the most primes that exps used up, on the way to a number that was compared.
-        outside: the line where a value was first outside of the domain of a function.
-        logs: whether a logarithm became a number, after which the components of the highest prime have no meaning.
-        exps: whether an exp was taken.
-        domains: whether a logarithm, or a root, was taken of a number that may be outside of its domain for other
-            inputs.
-        chances: whether random bits of keys were used, which differ from draw to draw.
-        folded: constants that stand for the exact values of computations, by value and dtype.
-        constants: by side, the constants that became numbers of the field, by value and dtype.
-        stored: by side, the float constants of a compiled program and of its trace, with the dtypes in which they are
-            stored: a bfloat16 becomes a float32 before it is a number of the field.
-        compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
         centres: logarithms of the constants that are compared: inputs of the kind "near" are drawn around them.
-        inputs: the inputs that were drawn, by name.
         elements: by the name of an input, values that its elements must have in this draw.
-        coverage: notes which way comparisons went; None if nothing does.
-        memory: recalls the results of a first run; None if nothing does.
+        folded: constants that stand for the exact values of computations, by value and dtype.
         turned: the comparisons whose outcome is turned round in this run (`hidden.py`), by the id of the equation and
             the part of it; where it is so: EVERYWHERE, TIES, or bool [...].
-        numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
-            the facts and the real value of its float.
-        degree_of_bits: bounds of the degree of all floats that became bits.
-        allocations: how often memory was read to which nothing was written.
-        roots: the square roots that were drawn, and their laws.
-        laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
-        grams: Gram matrices: from rows, columns and residues of a matrix A to those of A^T A and their degree. So the
-            factor R of a QR of A, which has roots, is known by R^T R = A^T A.
-        halves: solutions by Cholesky. With A = L L^T, A^-1 B is computed in two halves, L^-1 B and L^-T of it, and L
-            has roots where A^-1 B has none. From the residues of L and L^-1 B to those of A^-1 B and their degree.
     """
 
-    def __init__(
-        self,
-        points: int,
-        seed: int,
-        shallow: bool = False,
-        order: int | None = None,
-        kind: str = KINDS[0],
-        scale: float = 1.0,
-        levels: int = LEVELS,
-        laws_of_roots: bool = False,
-    ):
-        self.settings = Settings(points, seed, shallow, order, kind, scale, levels, laws_of_roots)
-        self.points = points
-        self.seed = seed
-        self.shallow = shallow
-        self.order = order
-        self.kind = kind
-        self.scale = scale
-        self.levels = levels
-        self.laws_of_roots = laws_of_roots
-        self.residues = Residues(points, seed, levels)
+    centres: tuple[float, ...] = ()
+    elements: tuple[Element, ...] = ()
+    folded: Mapping[Constant, Folded] = dataclasses.field(default_factory=dict)
+    turned: Mapping[tuple[int, str], np.ndarray | str] = dataclasses.field(default_factory=dict)
 
-        # What the run has seen, which certificates and further draws read.
-        self.marks = Marks()
-        self.computed = Computations()
-        self.uninterpreted: set[str] = set()
-        self.rounded: set[str] = set()
-        self.rounded_values: dict[int, set[float]] = {}
-        self.compared = 0
-        self.deepest = 0
-        self.outside = ""
-        self.logs = False
-        self.exps = False
-        self.domains = False
-        self.chances = False
-        self.folded: Mapping[Constant, Folded] = {}
-        self.constants: dict[int, set[Constant]] = {}
-        self.stored: dict[int, set[Constant]] = {}
+
+class Field:
+    """A field at random points. Each run has a field of its own.
+
+    Attributes:
+        settings: what this field was made of.
+        choices: what a search has chosen for the run.
+        compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
+        coverage: notes which way comparisons went; None if nothing does.
+        memory: recalls the results of a first run; None if nothing does.
+        residues: the primes and the points, with the arithmetic of residues.
+        marks: which integers follow from floats.
+        computed: which float constants the programs computed, and how.
+        laws: what is known of numbers beside their residues.
+        notes: what the run has noted.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.choices = Choices()
         self.compiled = False
-        self.inputs: dict[str, Exact] = {}
-        self.centres: tuple[float, ...] = ()
-        self.elements: tuple[Element, ...] = ()
         self.coverage: Any = None
         self.memory: Any = None
-        self.turned: Mapping[tuple[int, str], np.ndarray | str] = {}
 
-        # Laws between numbers that their residues do not show.
-        self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
-        self.degree_of_bits = CONSTANT
-        self.roots = Roots(self.residues.moduli)
-        self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
-        self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
+        self.residues = Residues(settings.points, settings.seed, settings.levels)
+        self.marks = Marks()
+        self.computed = Computations()
+        self.laws = NumberLaws(self.residues.moduli)
+        self.notes = Notes()
 
-        self.allocations = 0
-        self._divisions = 0
         self._constants: dict[Any, tuple[np.ndarray, float]] = {}
         self._lifted: dict[Any, Exact] = {}
 
     @property
-    def rounds(self) -> bool:
-        """Whether floats were rounded to integers."""
-        return bool(self.uninterpreted & ROUNDING)
-
-    @property
-    def divides(self) -> bool:
-        """Whether there was a divisor, or the argument of a logarithm, that may be zero for some inputs."""
-        return self._divisions > 0 or self.domains
+    def side(self) -> int | None:
+        """The side of a comparison that runs, if its comparisons are noted."""
+        if self.coverage is None:
+            return None
+        side: int = self.coverage.side
+        return side
 
     @property
     def planted(self) -> bool:
         """Whether the draw has made inputs equal, or zero: a NaN may then be one for these inputs alone."""
-        return self.order is None and self.kind.partition(" ")[0] in PLANTED
+        return self.settings.order is None and self.settings.kind.partition(" ")[0] in PLANTED
 
     @property
     def undefined(self) -> int:
@@ -222,9 +180,9 @@ class Field:
     @property
     def end_level(self) -> int:
         """One more than the highest prime that is compared."""
-        if self.logs:
-            return self.levels - 1
-        return self.levels
+        if self.notes.logs:
+            return self.settings.levels - 1
+        return self.settings.levels
 
     def valid(self, used: np.ndarray) -> np.ndarray:
         """bool [components, ...]: which components have a meaning where so many primes are used up.
@@ -240,7 +198,8 @@ class Field:
         # A component without a meaning is passed over. Behind more exps than there are primes none has a meaning, and
         # there is no answer.
         used = int(x.used[0].max(initial=0))
-        self.deepest = max(self.deepest, used)  # so that a further run has as many primes as this question needs
+        # Noted, so that a further run has as many primes as this question needs.
+        self.notes.deepest = max(self.notes.deepest, used)
         if used >= self.end_level:
             raise TooDeepError
         zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
@@ -267,36 +226,10 @@ class Field:
         inverse_of_zero = self.residues.salt("1/0").reshape(p.shape) % p
         return np.where(zero, inverse_of_zero, inverse)
 
-    def note_rounded(self, name: str, values: np.ndarray) -> None:
-        """Notes that a function of constants was computed in floats, and its values, for the side that runs."""
-        self.rounded.add(name)
-        if self.coverage is not None:
-            self.rounded_values.setdefault(self.coverage.side, set()).update(np.unique(values).tolist())
-
-    def note_stored(self, x: np.ndarray) -> None:
-        """Notes the values and the dtype of a constant, as the program of the side that runs stores it."""
-        if self.coverage is not None and jnp.issubdtype(x.dtype, jnp.floating):
-            stored = self.stored.setdefault(self.coverage.side, set())
-            for value in np.unique(x.astype(np.float64)).tolist():
-                stored.add((value, str(x.dtype)))
-
     def add_notes(self, other: Field, sides: Sequence[int]) -> None:
-        """Adds the notes of some sides in another field of like settings, as if they had run in this one."""
-        self.uninterpreted |= other.uninterpreted
-        self.rounded |= other.rounded
-        for side in sides:
-            # A copy, because `other` is added elsewhere too.
-            self.rounded_values[side] = set(other.rounded_values.get(side, ()))
-        self.domains |= other.domains
-        self.chances |= other.chances
-        self.logs |= other.logs
-        self.exps |= other.exps
-        self.compared += other.compared
-        self.deepest = max(self.deepest, other.deepest)
-        self.outside = self.outside or other.outside
+        """Adds what some sides noted and computed in another field of like settings, as if they had run in this one."""
+        self.notes.merge(other.notes, sides)
         self.computed.merge(other.computed)
-        for side in sides:
-            self.constants[side] = set(other.constants.get(side, ()))
 
     def settle(self, x: Exact) -> Exact:
         """The same array, with one number for all true infinities, and with zero for all NaN.
@@ -338,10 +271,8 @@ class Field:
 
         Worked example: of a field of two points with the seed 5, `field.like(seed=6)` has two other points.
         """
-        other = Field(*self.settings._replace(**changes))
-        other.centres = self.centres
-        other.elements = self.elements
-        other.folded = self.folded
+        other = Field(self.settings._replace(**changes))
+        other.choices = Choices(self.choices.centres, self.choices.elements, self.choices.folded)
         return other
 
     def with_laws_of_roots(self) -> Field:
@@ -349,13 +280,13 @@ class Field:
         other = self.like(laws_of_roots=True)
         # The other field reads degrees of this one's roots, which name divisions by their numbers: it counts on from
         # them, so that a division of its own gets no number twice.
-        other._divisions = self._divisions
+        other.notes.divisions = self.notes.divisions
         return other
 
     def with_folded(self, folded: Mapping[Constant, Folded]) -> Field:
         """The same field, which has noted nothing, and in which some constants stand for exact values."""
         other = self.like()
-        other.folded = {**self.folded, **folded}
+        other.choices.folded = {**self.choices.folded, **folded}
         return other
 
     # Constants
@@ -373,8 +304,7 @@ class Field:
         if x.size > _MOST_KEPT:
             return self._lift(x)
         # A mask of a step is lifted hundreds of times: small constants are kept.
-        side = None if self.coverage is None else self.coverage.side
-        key = (side, x.tobytes(), str(x.dtype), x.shape)
+        key = (self.side, x.tobytes(), str(x.dtype), x.shape)
         if key not in self._lifted:
             self._lifted[key] = self._lift(x)
         return self._lifted[key]
@@ -413,8 +343,7 @@ class Field:
     def _find_constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
         """The residues of a constant, and the real number that it stands for."""
         key = (value.item(), str(dtype))
-        if self.coverage is not None:
-            self.constants.setdefault(self.coverage.side, set()).add(key)
+        self.notes.add_constant(key, self.side)
         if key not in self._constants:
             self._constants[key] = self._make_constant(value, dtype)
         return self._constants[key]
@@ -426,7 +355,7 @@ class Field:
         if np.isinf(np.asarray(value, np.float64)):
             return self.residues.infinity(float(value) < 0), float(value)
         # n / d is n times the inverse of d, modulo each prime.
-        folded = self.folded.get((value.item(), str(dtype)))
+        folded = self.choices.folded.get((value.item(), str(dtype)))
         if folded is not None:
             ratio = folded.ratio
         elif jnp.issubdtype(dtype, jnp.floating):
@@ -451,8 +380,8 @@ class Field:
             return CONSTANT
         # All elements of one array count as one division: a term of a result has at most one of their inverses for each
         # time that it was multiplied by it, and the weight is the degree of the product of all divisors.
-        self._divisions += 1
-        return Degree(1, {**degree.inverses, self._divisions: (1, degree.total * elements)})
+        self.notes.divisions += 1
+        return Degree(1, {**degree.inverses, self.notes.divisions: (1, degree.total * elements)})
 
     @property
     def variety(self) -> int:
@@ -463,9 +392,9 @@ class Field:
         """
         # The highest prime that is compared, by its number in the whole tower. This field has the highest primes of the
         # tower: its prime 0 is prime `first` there.
-        first = LEVELS - self.levels
+        first = LEVELS - self.settings.levels
         largest = first + self.end_level - 1
-        if self.exps:
+        if self.notes.exps:
             largest -= 1
         return PRIMES[largest] - 1
 
@@ -485,10 +414,11 @@ class Field:
         for power, weight in degree.inverses.values():
             total += power * weight
             weights += weight
-        agreeing = min(1.0, total / self.variety) ** self.points
+        points = self.settings.points
+        agreeing = min(1.0, total / self.variety) ** points
         smallest = int(self.residues.moduli[0])
         # Each prime is twice the one before, so all together are at most twice the chance of the smallest.
-        redrawn = 2 * self.points * weights / smallest
+        redrawn = 2 * points * weights / smallest
         # The points are random on the condition that no divisor is zero there: dividing by the chance of that. Of SEEDS
         # tries one succeeded, so that the chance is not taken for less than 1 / SEEDS.
         return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))

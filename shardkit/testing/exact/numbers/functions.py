@@ -63,7 +63,7 @@ def _divide_integers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> Exact:
     """An uninterpreted function of each element, with the real values of the function of that name."""
-    field.uninterpreted.add(name)
+    field.notes.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
     number = _draw_values(field, name, arguments)
     # A prime that one of the arguments has used up has no meaning in the result either.
@@ -83,7 +83,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(function(*reals))
     _note_domain(field, name, arguments)
-    if field.order is None:
+    if field.settings.order is None:
         # arcsin(2) is outside of the domain in this draw. A NaN that comes from an argument has its poison from there.
         is_defined = np.isfinite(sum(x.real for x in arguments))[0]
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
@@ -118,7 +118,7 @@ def _find_poles(
     if name == "pow":
         # Zero to a power whose sign is that of this draw alone: infinite here, and zero for other inputs.
         is_unknown = is_pole & bool(arguments[1].degree.total)
-        field.domains |= bool(is_unknown.any())
+        field.notes.domains |= bool(is_unknown.any())
         return np.where(is_unknown, 0, infinite), np.maximum(poison, np.where(is_unknown, OUTSIDE, 0))
     return infinite, poison
 
@@ -176,7 +176,7 @@ def _note_domain(field: Field, name: str, arguments: Sequence[Exact]) -> None:
     """
     if name in _WITH_DOMAIN and any(x.degree.total for x in arguments):
         may_be_negative = (arguments[0].sign <= 0) & ~field.is_zero(arguments[0])
-        field.domains |= name in _BOUNDED or bool(may_be_negative.any())
+        field.notes.domains |= name in _BOUNDED or bool(may_be_negative.any())
 
 
 def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:

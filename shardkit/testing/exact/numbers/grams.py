@@ -32,7 +32,7 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
     number = product.number
     degree = product.degree
     # How many rows a kept block may have: A = [R1; R2] with R1 and R2 of 3 rows each has two blocks of height 3.
-    heights = sorted({height for height, width, _ in field.grams if width == n}, reverse=True)
+    heights = sorted({height for height, width, _ in field.laws.grams if width == n}, reverse=True)
     if heights:
         number = number.copy()
         masked = mask_used(field, a)
@@ -54,7 +54,7 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
 
 def find_product(field: Field, x: Exact, y: Exact) -> Exact | None:
     """x y of matrices where x is the transposed y, and something is kept of the products of its rows."""
-    if not field.grams or x.factor is not None or y.factor is not None:
+    if not field.laws.grams or x.factor is not None or y.factor is not None:
         return None
     transposed = transpose(y).number
     if x.number.shape != transposed.shape or not np.array_equal(x.number, transposed):
@@ -69,7 +69,7 @@ def keep_product(field: Field, a: Exact, squares: Exact) -> None:
     for place in np.ndindex(*a.shape[:-2]):
         matrix = (slice(None), *place)
         if not a.poison[place].any():
-            field.grams[m, n, masked[matrix].tobytes()] = squares.number[matrix], squares.degree
+            field.laws.grams[m, n, masked[matrix].tobytes()] = squares.number[matrix], squares.degree
 
 
 def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -> Exact:
@@ -89,7 +89,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
         return x
     kept = []
     for place in np.ndindex(*x.shape[:-2]):
-        squares_of_factor = field.grams.get((n, n, factors[(slice(None), *place)].tobytes()))
+        squares_of_factor = field.laws.grams.get((n, n, factors[(slice(None), *place)].tobytes()))
         if squares_of_factor is None:
             return x
         kept.append((place, *squares_of_factor))
@@ -114,7 +114,7 @@ def _keep_halves(field: Field, factors: np.ndarray, halves: np.ndarray, solution
         matrix = (slice(None), *place)
         for column in range(solution.shape[-1]):
             key = factors[matrix].tobytes(), halves[matrix][..., column].tobytes()
-            field.halves[key] = solution.number[matrix][..., column], solution.degree
+            field.laws.halves[key] = solution.number[matrix][..., column], solution.degree
 
 
 def _take_halves(field: Field, factors: np.ndarray, halves: np.ndarray, x: Exact) -> Exact:
@@ -125,8 +125,8 @@ def _take_halves(field: Field, factors: np.ndarray, halves: np.ndarray, x: Exact
         matrix = (slice(None), *place)
         for column in range(x.shape[-1]):
             key = factors[matrix].tobytes(), halves[matrix][..., column].tobytes()
-            if key in field.halves:
-                solution, degree_of_solution = field.halves[key]
+            if key in field.laws.halves:
+                solution, degree_of_solution = field.laws.halves[key]
                 number[(*matrix, slice(None), column)] = solution
                 degree = degree.plus(degree_of_solution)
     return replace(x, number=number, degree=degree, roots=None)
@@ -169,7 +169,7 @@ def _find_kept_block(
     m, n = a.shape[1:]
     for height in heights:
         if height <= m:
-            squares = field.grams.get((height, n, a[:, :height].tobytes()))
+            squares = field.laws.grams.get((height, n, a[:, :height].tobytes()))
             if squares is not None:
                 return height, squares
     return None

@@ -26,12 +26,12 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     size = math.prod(shape)
     # Both programs draw their inputs by name: an input of the same name is the same in both.
     digest = hashlib.blake2b(name.encode(), digest_size=6).digest()
-    rng = np.random.default_rng([field.seed, int.from_bytes(digest, "big")])
+    rng = np.random.default_rng([field.settings.seed, int.from_bytes(digest, "big")])
     moduli = field.residues.moduli
     # [components, elements], from 1 to p - 1: an input is not zero, as almost all floats are not.
     number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
     number = number.reshape(len(number), *shape)
-    kind = field.kind.removeprefix(CROSSED).strip()
+    kind = field.settings.kind.removeprefix(CROSSED).strip()
     real_kind = kind
     if not kind:
         real_kind = KINDS[rng.integers(len(KINDS))]
@@ -44,7 +44,7 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     elif kind == "repeated" and size:
         x = _repeat_elements(field, rng, x)
     x = _place_elements(field, name, x)
-    field.inputs[name] = x
+    field.notes.inputs[name] = x
     return x
 
 
@@ -56,7 +56,7 @@ def draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence
         return np.asarray(np.take_along_axis(values_by_kind, chosen_kinds, 0)[0])
     if kind == SIMILAR:
         return _draw_similar(field, rng, shape)
-    real = rng.normal(size=shape) * field.scale
+    real = rng.normal(size=shape) * field.settings.scale
     if kind == "positive":
         return np.asarray(np.exp(real))
     if kind == "negative":
@@ -79,7 +79,7 @@ def _draw_similar(field: Field, rng: np.random.Generator, shape: Sequence[int]) 
     is_alike = rng.uniform(size=len(shape)) < 0.5
     kind = str(rng.choice(KINDS))
     first = draw_real(field, rng, kind, np.where(is_alike, 1, shape).tolist())
-    return np.asarray(first + 0.1 * np.maximum(np.abs(first), 1) * rng.normal(size=shape) * field.scale)
+    return np.asarray(first + 0.1 * np.maximum(np.abs(first), 1) * rng.normal(size=shape) * field.settings.scale)
 
 
 def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.ndarray) -> np.ndarray:
@@ -98,7 +98,7 @@ def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.nd
 
 def _place_elements(field: Field, name: str, x: Exact) -> Exact:
     """An input with the elements whose values the field prescribes."""
-    elements = [element for element in field.elements if element.name == name]
+    elements = [element for element in field.choices.elements if element.name == name]
     if not elements:
         return x
     number = x.number.reshape(len(x.number), -1).copy()
@@ -126,7 +126,7 @@ def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
 def _list_compared_constants(field: Field) -> list[float]:
     """Zero, and the constants that were compared, with both signs."""
     constants = [0.0]
-    for logarithm in field.centres:
+    for logarithm in field.choices.centres:
         if abs(logarithm) < _LARGEST_PLANTED:
             constants += [math.exp(logarithm), -math.exp(logarithm)]
     return constants

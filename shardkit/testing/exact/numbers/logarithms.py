@@ -39,7 +39,7 @@ _LARGEST_WHOLE = 64  # multiples of a logarithm up to which it stays one
 
 def exp(field: Field, x: Exact) -> Exact:
     """exp, one prime higher; 0 where x is minus infinity."""
-    field.exps = True
+    field.notes.exps = True
     number = field.residues.exp(x.number)
     used = x.used[0] + 1
     degree = CONSTANT
@@ -66,10 +66,10 @@ def log(field: Field, x: Exact) -> Exact:
     # Where x is zero the logarithm is -inf, and where it is known to be negative NaN.
     zero = field.is_zero(x)
     is_negative = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
-    field.domains |= bool(x.degree.total and ((x.sign <= 0) & ~zero).any())
+    field.notes.domains |= bool(x.degree.total and ((x.sign <= 0) & ~zero).any())
     poison = np.maximum(x.poison, np.where(is_negative, NOT_A_NUMBER, 0))
     infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
-    if field.order is None:
+    if field.settings.order is None:
         # Negative in this draw, but not known to be so for all inputs.
         happens_to_be_negative = ~zero & (x.real[0] < 0) & (poison == 0)
         poison = np.maximum(poison, np.where(happens_to_be_negative, OUTSIDE, 0))
@@ -88,7 +88,7 @@ def to_number(field: Field, x: Exact) -> Exact:
     used = np.where(is_one, x.used[0], np.maximum(x.used[0], x.used[1] - 1))
     number = x.number
     if not is_one.all():
-        field.logs = True
+        field.notes.logs = True
         p = field.residues.primes_of(number)
         # The logarithm of the factor is minus the logarithm of 1 / factor. The inverse is taken because zero has no
         # logarithm: where the factor is zero at one of the points by chance, it asks for another draw.
@@ -106,12 +106,12 @@ def to_number(field: Field, x: Exact) -> Exact:
 def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Factors with x in place of sqrt(x), which doubles the logarithm; and bool [...], which elements were roots."""
     is_root = np.zeros(factor.shape[1:], bool)
-    if not field.laws_of_roots or not field.roots.squares:
+    if not field.settings.laws_of_roots or not field.laws.roots.squares:
         return factor, is_root
     # [elements, components]
     columns = np.ascontiguousarray(factor.reshape(len(factor), -1).T)
     for place, word in enumerate(columns):
-        square = field.roots.squares.get(word.tobytes())
+        square = field.laws.roots.squares.get(word.tobytes())
         if square is not None:
             columns[place] = square.number
             is_root.flat[place] = True

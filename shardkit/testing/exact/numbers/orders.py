@@ -34,16 +34,16 @@ _SMALLEST = float(np.finfo(np.float64).smallest_subnormal)
 
 def find_keys(field: Field, x: Exact) -> np.ndarray:
     """float64 [...]: the place of each element in the order, equal where the numbers are; NaN for no number."""
-    field.compared += 1
+    field.notes.compared += 1
     x = to_number(field, x)
     used = int(x.used[0].max(initial=0))
-    field.deepest = max(field.deepest, used)
-    if used >= field.levels - 1:
+    field.notes.deepest = max(field.notes.deepest, used)
+    if used >= field.settings.levels - 1:
         raise TooDeepError
-    if field.order is None:
+    if field.settings.order is None:
         keys = _find_real_keys(field, x)
     else:
-        keys = _find_random_keys(field, x, field.order)
+        keys = _find_random_keys(field, x, field.settings.order)
     # Zero is the middle of every order, infinity its ends, and NaN has no place.
     keys = np.where(field.is_zero(x), 0.0, keys)
     keys = np.where(x.infinite == TRULY, math.inf, keys)
@@ -90,11 +90,8 @@ def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
 
 
 def highest_residues(field: Field, x: Exact) -> np.ndarray:
-    """uint64 [points, ...]: residues of the highest prime in which every number that can be ordered has a meaning.
-
-    That is the highest but one: those of the highest have none once a logarithm became a number.
-    """
-    return x.number[-2 * field.points : -field.points]
+    """uint64 [points, ...]: residues of the highest prime in which every number that can be ordered has a meaning."""
+    return x.number[field.residues.top]
 
 
 def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,14 +138,14 @@ def _choose_curve(field: Field, order: int) -> tuple[float, float]:
     of all unknown sizes between 1 and 1.0001. So half of the orders choose two neighbours: for these two the middle is
     1.00005, and a steepness of 20,000 leaves half of all unknown sizes between them.
     """
-    rng = np.random.default_rng([field.seed, order])
+    rng = np.random.default_rng([field.settings.seed, order])
     steepness = math.exp(rng.normal() + 1)
-    middle = rng.choice(field.centres or (0.0,)) + rng.normal() / steepness
-    gaps = np.diff(field.centres)
+    middle = rng.choice(field.choices.centres or (0.0,)) + rng.normal() / steepness
+    gaps = np.diff(field.choices.centres)
     is_between = order % 4 in (1, 2)  # of the orders that share their hashes one of each sign, and of each direction
     if is_between and (gaps > 0).any():
         place = rng.choice(np.flatnonzero(gaps > 0))
-        middle = field.centres[place] + gaps[place] / 2
+        middle = field.choices.centres[place] + gaps[place] / 2
         steepness = 2 / gaps[place]
     return float(middle), float(steepness)
 
@@ -170,7 +167,7 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
     are no numbers are equal if they are of the same kind. Where one side is outside of a function's domain in this
     draw, they count as equal: the draw tells nothing there.
     """
-    if not field.logs and (x.factor is not None or y.factor is not None):
+    if not field.notes.logs and (x.factor is not None or y.factor is not None):
         # As long as no logarithm became a number, exp gives back the argument of each, with its sign.
         take_exp = exp
         if x.special or y.special:

@@ -37,6 +37,14 @@ class Residues:
         self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
         self._salts: dict[str, np.ndarray] = {}
 
+    @property
+    def top(self) -> slice:
+        """The components of the highest prime in which every number has a meaning that can be ordered.
+
+        That is the highest but one: those of the highest have none once a logarithm became a number.
+        """
+        return slice(-2 * self.points, -self.points)
+
     def primes_of(self, x: np.ndarray) -> np.ndarray:
         """uint64 [components, 1, ...]: the primes of an array's components, the last ones if it has fewer."""
         ones = (1,) * (x.ndim - 1)

@@ -21,7 +21,7 @@ _POWERS_OF_TWO = (1, -1, 2, -2, 3, -3)  # 2, 1 / 2, 4, ... of which the squares 
 def square_root(field: Field, x: Exact) -> Exact:
     """The square root: uninterpreted, but for its laws."""
     x = to_number(field, x)
-    if x.is_power and field.laws_of_roots:
+    if x.is_power and field.settings.laws_of_roots:
         return raise_power(field, x, Fraction(1, 2))
     root = apply_function(field, "sqrt", x, sign=1)
     # The residues of a root are the key by which its square is found.
@@ -29,20 +29,20 @@ def square_root(field: Field, x: Exact) -> Exact:
     facts = zip(root.poison.flat, x.used[0].flat, strict=True)
     for (word, square), (poison, used) in zip(columns, facts, strict=True):
         if not poison:
-            field.roots.squares[word.tobytes()] = Square(square, int(used), x.is_power)
-    field.roots.add_degree_of_squares(x.degree)
-    if not field.laws_of_roots:
+            field.laws.roots.squares[word.tobytes()] = Square(square, int(used), x.is_power)
+    field.laws.roots.add_degree_of_squares(x.degree)
+    if not field.settings.laws_of_roots:
         return root
     return _find_roots(field, x, root)
 
 
 def find_squares(field: Field, x: Exact) -> Exact | None:
     """The squares of an array whose elements are all square roots; None for others."""
-    if not field.roots.squares or not x.number.size:
+    if not field.laws.roots.squares or not x.number.size:
         return None
     squares = []
     for word, poison in zip(list_columns(x.number), x.poison.reshape(-1), strict=True):
-        square = field.roots.squares.get(word.tobytes())
+        square = field.laws.roots.squares.get(word.tobytes())
         if poison:  # NaN: its square is NaN too
             squares.append(word)
         elif square is None:
@@ -52,7 +52,7 @@ def find_squares(field: Field, x: Exact) -> Exact | None:
     number = np.stack(squares, 1).reshape(x.number.shape)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
     facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
-    return field.settle(Exact(number, facts, x.real**2, degree=field.roots.degree_of_squares))
+    return field.settle(Exact(number, facts, x.real**2, degree=field.laws.roots.degree_of_squares))
 
 
 # The laws of roots
@@ -67,7 +67,7 @@ def _find_roots(field: Field, x: Exact, root: Exact) -> Exact:
     places = np.flatnonzero(is_drawn)
     fresh: dict[bytes, int] = {}
     for place in places.tolist():
-        if keys[place] not in field.roots.by_square:
+        if keys[place] not in field.laws.roots.by_square:
             fresh.setdefault(keys[place], place)
     if fresh:
         chosen = np.array(list(fresh.values()))
@@ -81,15 +81,15 @@ def _find_roots(field: Field, x: Exact, root: Exact) -> Exact:
     factors = np.ones((len(x.number), is_one.size), np.uint64)
     degree = CONSTANT
     for place in places.tolist():
-        multiple = field.roots.by_square[keys[place]]
+        multiple = field.laws.roots.by_square[keys[place]]
         ids[place] = multiple.id
         if multiple.factor is not None:
             factors[:, place] = multiple.factor
-            degree = field.roots.degree_of_inverses
-    degree = degree.times(field.roots.degree)
+            degree = field.laws.roots.degree_of_inverses
+    degree = degree.times(field.laws.roots.degree)
     ids = ids.reshape(is_one.shape)
     factors = factors.reshape(x.number.shape)
-    numbers = field.roots.numbers(ids) * factors % field.residues.primes_of(factors)
+    numbers = field.laws.roots.numbers(ids) * factors % field.residues.primes_of(factors)
     number = np.where(is_one, np.uint64(1), np.where(ids != NO_ROOT, numbers, root.number))
     return Exact(number, root.facts, root.real, degree=degree, roots=ids[None])
 
@@ -131,28 +131,28 @@ def _add_roots(
     rows = [list_columns(part) for part in (numbers, inverses_of_numbers, squares, inverses_of_squares)]
     for place, key in enumerate(keys):
         keys_of_scaled = [row[place] for row in scaled]
-        if key in field.roots.by_square or _find_scaled_root(field, key, keys_of_scaled):
+        if key in field.laws.roots.by_square or _find_scaled_root(field, key, keys_of_scaled):
             continue
         number, inverse, square, inverse_of_square = (row[place] for row in rows)
-        id_of_square = int(ids_of_squares[place]) or field.roots.ids.get(square.tobytes(), NO_ROOT)
+        id_of_square = int(ids_of_squares[place]) or field.laws.roots.ids.get(square.tobytes(), NO_ROOT)
         root = Root(number, inverse, square, inverse_of_square, id_of_square, int(used[place]))
-        field.roots.add(root, key, keys_of_inverses[place])
+        field.laws.roots.add(root, key, keys_of_inverses[place])
 
     # No term of a root has the inverse. But its divisor was taken for one that is not zero, which a bound counts too.
     inverse_degree = field.degree_of_inverses(degree.times(INPUT), len(keys))
     divisions = {division: (0, weight) for division, (_, weight) in inverse_degree.inverses.items()}
-    field.roots.degree = field.roots.degree.plus(Degree(1, divisions))
-    field.roots.add_degree_of_squares(degree)
-    field.roots.add_degree_of_inverses(INPUT.times(inverse_degree))
+    field.laws.roots.degree = field.laws.roots.degree.plus(Degree(1, divisions))
+    field.laws.roots.add_degree_of_squares(degree)
+    field.laws.roots.add_degree_of_inverses(INPUT.times(inverse_degree))
 
 
 def _find_scaled_root(field: Field, key: bytes, keys_of_scaled: Sequence[bytes]) -> bool:
     """Whether the root of a number is known from the root of 4, 16 or 64 times it, or of a quarter and so on of it."""
     for power, key_of_scaled in zip(_POWERS_OF_TWO, keys_of_scaled, strict=True):
-        multiple = field.roots.by_square.get(key_of_scaled)
+        multiple = field.laws.roots.by_square.get(key_of_scaled)
         if multiple is not None:
             factor = _power_of_two(field, -power)[:, 0]
-            field.roots.by_square[key] = multiple.times(factor, field.residues.moduli)
+            field.laws.roots.by_square[key] = multiple.times(factor, field.residues.moduli)
             return True
     return False
 
@@ -189,9 +189,9 @@ def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarr
         return None, roots, CONSTANT
     # c sqrt(z) d sqrt(z) is c d z.
     same = np.where(both & (x == y), x, NO_ROOT)
-    factor = field.roots.corrections(same[0])
-    roots = np.where(same != NO_ROOT, field.roots.ids_of_squares(same), roots)
-    degree = field.roots.degree_of_squares
+    factor = field.laws.roots.corrections(same[0])
+    roots = np.where(same != NO_ROOT, field.laws.roots.ids_of_squares(same), roots)
+    degree = field.laws.roots.degree_of_squares
     different = both & (x != y)
     if different.any():
         factor = factor.copy()
@@ -211,7 +211,7 @@ def multiply_roots(field: Field, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarr
 
 def _find_product(field: Field, first: int, second: int) -> Product:
     """The product of two roots, by their ids: a root that is known, or a new one."""
-    roots = field.roots
+    roots = field.laws.roots
     if (first, second) not in roots.products:
         roots.products[first, second] = _make_product(field, roots[first], roots[second])
     return roots.products[first, second]
@@ -228,7 +228,7 @@ def _make_product(field: Field, x: Root, y: Root) -> Product:
     valid = field.valid(np.array(used))
     if not valid.any():  # by no residue all products would be the same
         raise TooDeepError
-    roots = field.roots
+    roots = field.laws.roots
     square = x.square * y.square % p
     inverses = x.inverse * y.inverse % p
     product = _find_known_product(field, x, y, valid, square, inverses)
@@ -253,7 +253,7 @@ def _find_known_product(
     `square` has the residues of a b, and `inverses` those of 1 / (sqrt(a) sqrt(b)).
     """
     p = field.residues.moduli
-    roots = field.roots
+    roots = field.laws.roots
     quotient = x.square * y.inverse_of_square % p
     candidates = [(square, np.ones_like(p), CONSTANT), (quotient, y.square, roots.degree_of_squares)]
     for radicand, before, degree_before in candidates:
@@ -289,7 +289,7 @@ def raise_power(field: Field, x: Exact, exponent: Fraction) -> Exact:
     modulo 5, so that is 4**9 = 4**4 = 3; its square is 9, which is 4**3.
     """
     p = field.residues.primes_of(x.number)
-    points = field.points
+    points = field.settings.points
     # One prime lower, as the exponent of an exp; the lowest prime has none, and no exp has a meaning there. A third is
     # a number modulo each of them, as any rational is.
     residues = []

@@ -83,8 +83,8 @@ def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         return arithmetic.power(field, scope.lift_one(x), int(exponent))
     x = scope.lift_one(x)
     if x.is_power:  # exp(x)**0.3 is exp(0.3 x)
-        field.roots.of_powers = True
-        if field.laws_of_roots:
+        field.laws.roots.of_powers = True
+        if field.settings.laws_of_roots:
             return _raise_exp(field, x, simplest(float(exponent), np.asarray(y).dtype))
     quarters = 4 * exponent
     if quarters == np.round(quarters) and abs(exponent) <= _LARGEST_POWER:
@@ -155,7 +155,7 @@ def one_minus_square(scope: Scope, equation: Any, x: Exact) -> Exact:
 def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
     """logistic: 1 / (1 + exp(-x)); uninterpreted where it would use up too many primes."""
     field = scope.field
-    if field.shallow:
+    if field.settings.shallow:
         return apply_function(field, "logistic", x, sign=1)
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))

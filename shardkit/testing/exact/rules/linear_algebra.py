@@ -73,7 +73,7 @@ def solve_triangular(scope: Scope, equation: Any, a: Operand, b: Operand) -> Exa
         lower = not lower
     x = substitute(field, a, b, lower, params["unit_diagonal"])
     # The diagonal of a factor of Cholesky's has random roots, which do not cancel: the field remembers x itself.
-    if field.grams and not params["unit_diagonal"]:
+    if field.laws.grams and not params["unit_diagonal"]:
         x = complete_solution(field, a, b, x, lower)
     if not params["left_side"]:
         return transpose(x)
@@ -108,7 +108,7 @@ def factor_lu(scope: Scope, equation: Any, a: Exact) -> list[Any]:
 def factor_cholesky(scope: Scope, equation: Any, a: Exact) -> Exact:
     """cholesky: the lower factor, of the lower triangle."""
     field = scope.field
-    field.uninterpreted.add("cholesky")
+    field.notes.uninterpreted.add("cholesky")
     a = _mirror_triangle(to_number(field, a), lower=True)
     # From here on the product of the factor with its transpose is a, in every place that computes it.
     factor = factor_positive(field, a)
@@ -130,7 +130,7 @@ def factor_qr(scope: Scope, equation: Any, a: Exact) -> list[Any]:
         raise UnsupportedError("qr with pivoting, whose order of columns follows from floats,")
     if params["full_matrices"] and m > n:
         raise UnsupportedError("qr with full_matrices or mode='complete', whose last columns are any basis,")
-    field.uninterpreted.add("qr")
+    field.notes.uninterpreted.add("qr")
     columns = min(m, n)
     real_q, real_r = apply_real_function(np.linalg.qr, a, [(m, columns), (columns, n)])
 
@@ -184,7 +184,7 @@ def factor_symmetric(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     if equation.params.get("subset_by_index") not in (None, (0, n)):
         raise UnsupportedError("eigh with subset_by_index")
     field = scope.field
-    field.uninterpreted.add("eigh")
+    field.notes.uninterpreted.add("eigh")
     lower = equation.params["lower"]
     triangle = "L" if lower else "U"
     a = _mirror_triangle(to_number(field, a), lower)
@@ -211,7 +211,7 @@ def factor_singular(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     if params.get("subset_by_index") not in (None, (0, least)):
         raise UnsupportedError("svd with subset_by_index")
     field = scope.field
-    field.uninterpreted.add("svd")
+    field.notes.uninterpreted.add("svd")
     a = to_number(field, a)
     # U [m, m] and V^T [n, n], or [m, least] and [least, n].
     full = params["full_matrices"] and params["compute_uv"]

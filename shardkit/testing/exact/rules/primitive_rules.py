@@ -188,8 +188,8 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     if not isinstance(results, list):
         results = [results]
     # A certificate names the first line with such a value: later ones follow from it.
-    if not scope.field.outside and any(_is_outside(x) for x in results):
-        scope.field.outside = scope.line(equation)
+    if not scope.field.notes.outside and any(_is_outside(x) for x in results):
+        scope.field.notes.outside = scope.line(equation)
     return results
 
 

@@ -46,7 +46,7 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
         return x
     field = scope.field
     x = to_number(field, x)
-    if x.degree.total and field.order is not None:
+    if x.degree.total and field.settings.order is not None:
         return _truncate_in_an_order(scope, x)
     # Known from here on, and marked: which integer it is follows from the draw.
     integers = _round_real(scope, equation, x, "to an integer", np.trunc)
@@ -58,7 +58,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
     field = scope.field
     name = equation.primitive.name
     x = to_number(field, x)
-    if x.degree.total and field.order is not None:
+    if x.degree.total and field.settings.order is not None:
         return _round_in_an_order(scope, name, x)
     functions: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
     function = functions[name]
@@ -83,7 +83,7 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
     """
     field = scope.field
     if x.degree.total:
-        field.uninterpreted.add(name)
+        field.notes.uninterpreted.add(name)
     find_keys(field, x)  # refuses values beyond floats
     real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
     # floor, ceil and trunc jump at integers, round halfway between them.

@@ -64,7 +64,7 @@ class Scope:
             self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
         # A search for comparisons that no result shows runs the program with another answer here: for some elements, or
         # only where both numbers are equal (`hidden.py`).
-        turned = self.field.turned.get((id(equation), part))
+        turned = self.field.choices.turned.get((id(equation), part))
         truth = np.asarray(truth)
         if isinstance(turned, str):
             truth = truth ^ find_equal(self.field, x, y)
