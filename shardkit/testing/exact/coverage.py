@@ -219,6 +219,15 @@ class Coverage:
             never = np.zeros(truth.shape, bool)
             self._add(equation, part, Decision(line, equation.primitive.name + part, ORDER, truth, ~truth, never))
 
+    def note_domain(self, field: Field, equation: Any, line: str, is_inside: np.ndarray) -> None:
+        """Notes where a value is inside the domain of a function, which a program asks for.
+
+        It may be so for all inputs: only where it was not in some draw, it has to be in another one.
+        """
+        if field.kind != "zero":
+            decision = Decision(line, equation.primitive.name, ORDER, is_inside, ~is_inside, is_inside, identified=True)
+            self._add(equation, " of a domain", decision)
+
     def note_choice(
         self, field: Field, equation: Any, line: str, chosen: np.ndarray, asked: np.ndarray, part: str = ""
     ) -> None:
@@ -273,6 +282,10 @@ class Coverage:
     def free(self) -> list[Decision]:
         """Those that could go both ways."""
         return [decision for decision in self.decisions.values() if not decision.decided.all()]
+
+    def depends_on_inputs(self) -> bool:
+        """Whether anything was compared, chosen or rounded that may be otherwise for other inputs."""
+        return bool(self.free() or self.choices or self.roundings)
 
     def partial(self) -> list[Decision]:
         """Those that went one way only for some elements."""

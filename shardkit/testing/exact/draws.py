@@ -55,7 +55,7 @@ class Effort(NamedTuple):
         identified: in how many of the draws it is found out which differences are compared.
         ties: the number of draws in which some inputs are equal.
         crossed: the number of draws in which single elements are put where a comparison changes its answer.
-        floats: in how many inputs floats choose those of further draws, if a comparison leaves a doubt.
+        floats: of how many inputs floats choose those of further draws, if results depend on comparisons.
         zeros: the number of draws of programs without comparisons in which elements are put where a divisor is zero.
         orders: the numbers of the random orders, in turn, until all comparisons have gone both ways.
         foreign: the least number of orders where only one side makes a comparison.
@@ -90,7 +90,7 @@ def of_kernels(seconds: float) -> Effort:
         identified=4,
         ties=runs // 4,
         crossed=runs // 2,
-        floats=int(min(4096, 4 / max(seconds, 1e-3))),
+        floats=int(min(16384, 16 / max(seconds, 1e-3))),
         zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
         orders=range(64),
         foreign=runs,
@@ -136,7 +136,7 @@ def equal(
         effort: how many runs there are.
         values: how many of the results are values, and not gradients; all of them by default.
         with_unused: the program on the mesh with the equations that no result needs, in which a line is looked for.
-        propose: gives inputs for which both sides differ in floats; asked if one side alone makes a comparison.
+        propose: gives inputs for which both sides differ in floats; asked if results may depend on comparisons.
 
     Returns:
         What all runs have shown.
@@ -168,13 +168,9 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | 
     if field.settings.order is None:
         _cross(pair, effort)
     pair.coverage.identifies = False
-    if pair.coverage.foreign() or pair.coverage.open(ORDER):
+    if pair.coverage.depends_on_inputs():
         _draw_where_floats_differ(pair, effort, propose)
-    try:
-        _order(pair, effort)
-    except UndecidedError:
-        _draw_where_floats_differ(pair, effort, propose)
-        raise
+    _order(pair, effort)
     _check_domains(pair)
     _check_coincidences(pair)
     if effort.crossed:
@@ -364,7 +360,7 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
         raise UndecidedError(_undecided(pair.where, suspects[0], waiting, foreign)) from error
     except UnprovableError as error:
         # An order has no value for an integer that a float was rounded to, as an index, and draws alone say too little.
-        unknown = [*waiting, *rounded]
+        unknown = [*waiting, *rounded, *foreign]
         if unknown:
             raise UndecidedError(_undecided(pair.where, unknown[0], waiting, foreign)) from error
     never = coverage.open(EQUALITY)

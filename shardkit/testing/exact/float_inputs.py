@@ -1,7 +1,7 @@
 """Inputs for which both programs differ in floats, among many: they are proposed to the field, which decides.
 
-A comparison that one side alone makes is dangerous: the sides may differ for few inputs, and a run in the field takes
-milliseconds, so that there are some dozens. In floats a compiled program takes thousands of inputs in the same time.
+Where results depend on comparisons the sides may differ for few inputs, and a run in the field takes milliseconds, so
+that there are some dozens. In floats a compiled program takes thousands of inputs in the same time.
 Floats cannot decide, because they round: near a threshold both sides may differ by rounding alone. So inputs of which
 floats say that the sides differ become the real values of a draw, and the residues of that draw say whether they do.
 
@@ -31,10 +31,14 @@ RealInputs = Mapping[str, np.ndarray]
 Propose = Callable[[Field, int], Iterator[RealInputs]]
 
 _MOST_PROPOSED = 4
-_KINDS = (*KINDS, "near", MIXED, SIMILAR)
+_ANY_SIZE = "any size"
+_KINDS = (*KINDS, MIXED, SIMILAR, _ANY_SIZE, _ANY_SIZE)
 _GROUPS = 16  # of inputs of a kind
+_SIZES = (-1.0, 3.0)  # the decimal exponents of the sizes of inputs of any size
 # Differences below so many roundings are taken for rounding.
-_ROUNDINGS = 2.0**13
+_ROUNDINGS = 32.0
+# The distance of another integer, and of what is no number on one side: behind all numbers that differ.
+_OTHER_INTEGER, _NO_NUMBER = 1e9, 2 * _ROUNDINGS
 
 
 def propose_inputs(
@@ -79,22 +83,40 @@ def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], c
     for kind in _KINDS:
         # In groups, because what is similar is so within a group.
         for _ in range(_GROUPS):
-            groups.append(draw_real(field, rng, kind, (size, *shape)))
+            groups.append(_draw_group(field, rng, kind, (size, *shape)))
     drawn = np.concatenate(groups)
     # Each input has its kinds in an order of its own, so that any two kinds meet.
     return drawn[rng.permutation(len(drawn))[:count]].astype(np.float32)
 
 
+def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
+    """Inputs of a kind; those of any size are of one size each, or each of their elements is."""
+    if kind != _ANY_SIZE:
+        return draw_real(field, rng, kind, shape)
+    has_one_size = rng.uniform(size=(shape[0], *[1] * (len(shape) - 1))) < 0.5
+    sizes_of_inputs = rng.uniform(*_SIZES, has_one_size.shape)
+    sizes_of_elements = rng.uniform(*_SIZES, shape)
+    sizes = 10 ** np.where(has_one_size, sizes_of_inputs, sizes_of_elements)
+    is_positive = rng.uniform(size=has_one_size.shape) < 0.5
+    values = rng.uniform(-1, 1, shape)
+    return sizes * np.where(is_positive, np.abs(values), values)
+
+
 def _measure_distance(results: Any, expected: Any) -> jax.Array:
-    """By how many roundings the results of one input differ at most; of elements that are numbers on both sides."""
+    """By how many roundings the results of one input differ at most."""
     largest = jnp.zeros(())
     for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        if not is_float(x) or not x.size:
+        if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            continue
+        if not is_float(x):
+            largest = jnp.maximum(largest, jnp.where((x != y).any(), _OTHER_INTEGER, 0))
             continue
         epsilon = float(jnp.finfo(x.dtype).eps)
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        size = jnp.maximum(jnp.abs(x), jnp.abs(y))
+        distance = jnp.abs(x - y) / jnp.maximum(size, 1e-3) / epsilon
         are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
-        size = 1 + jnp.abs(x) + jnp.abs(y)
-        distance = jnp.where(are_numbers, jnp.abs(x - y) / size, 0)
-        largest = jnp.maximum(largest, distance.max() / epsilon)
+        is_other = (jnp.isnan(x) != jnp.isnan(y)) | (~are_numbers & (x != y) & ~jnp.isnan(x) & ~jnp.isnan(y))
+        distance = jnp.where(are_numbers, distance, jnp.where(is_other, _NO_NUMBER, 0))
+        largest = jnp.maximum(largest, distance.max())
     return largest

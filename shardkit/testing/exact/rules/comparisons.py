@@ -21,7 +21,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys, highest_residues
-from shardkit.testing.exact.numbers.values import SIGN, Exact
+from shardkit.testing.exact.numbers.values import OUTSIDE, SIGN, Exact
 from shardkit.testing.exact.rules.operands import Known, Operand, require_known
 from shardkit.testing.exact.rules.scope import Scope
 
@@ -71,6 +71,10 @@ def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     if scope.field.coverage is not None:
         coincides = has_equal_keys & ~has_equal_numbers
         scope.field.coverage.note_coincidence(scope.field, equation, scope.line(equation), coincides)
+        # `isnan(x)` is `x != x`: it asks whether x is inside the domain of a function.
+        if scope.field.domains and equation.invars[0] is equation.invars[1]:
+            is_inside = np.broadcast_to(x.poison != OUTSIDE, np.shape(equal))
+            scope.field.coverage.note_domain(scope.field, equation, scope.line(equation), is_inside)
     if equation.primitive.name == "ne":
         return scope.decide(equation, ~equal, x, y)
     return scope.decide(equation, equal, x, y)
@@ -143,16 +147,18 @@ def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) 
     field = scope.field
     low, x, high = scope.lift(low, x, high)
     low_keys = find_keys(field, low)
-    keys = find_keys(field, x)
+    # As min(max(x, low), high): where low is above high it is high. NaN spreads from each of the three.
+    below = scope.decide(equation, find_keys(field, x) < low_keys, x, low, " from below")
+    raised = where(below | np.isnan(low_keys), low, x)
+    keys = find_keys(field, raised)
     high_keys = find_keys(field, high)
     # Each edge is a comparison: a wrong lower edge shows where x is below it.
-    below = scope.decide(equation, keys < low_keys, x, low, " from below")
-    above = scope.decide(equation, keys > high_keys, x, high, " from above")
+    above = scope.decide(equation, keys > high_keys, raised, high, " from above")
     if field.coverage is not None:
         between = ~below & ~above & ~np.isnan(keys)
         field.coverage.note_joined(field, equation, scope.line(equation), between, " between")
-    # Where low is above high, jax takes high.
-    return where(above, high, where(below, low, x))
+    is_nan = np.isnan(keys)
+    return where((above | np.isnan(high_keys)) & ~is_nan, high, raised)
 
 
 def select(scope: Scope, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:

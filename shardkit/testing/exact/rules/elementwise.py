@@ -15,7 +15,7 @@ from shardkit.testing.exact.numbers.constants import simplest
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.square_roots import raise_power, square_root
-from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.numbers.values import OUTSIDE, Exact
 from shardkit.testing.exact.rules.operands import Known, Operand
 from shardkit.testing.exact.rules.scope import Scope
 
@@ -172,8 +172,18 @@ def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exa
 
 
 def is_finite(scope: Scope, equation: Any, x: Exact) -> Known:
-    """is_finite: inputs are finite, and so are their results unless a program divides by zero."""
-    return (x.poison == 0) & ~x.is_truly_infinite
+    """is_finite: inputs are finite, and so are their results unless a program divides by zero.
+
+    Where a value is outside of the domain of a function in this draw, as sqrt(x) of a negative x, it may be a number in
+    another one: that is noted as the outcome of a comparison.
+    """
+    truth = (x.poison == 0) & ~x.is_truly_infinite
+    field = scope.field
+    if not field.domains:
+        return truth
+    if field.coverage is not None:
+        field.coverage.note_domain(field, equation, scope.line(equation), x.poison != OUTSIDE)
+    return field.marks.add(truth, decision=True)
 
 
 def bitcast(scope: Scope, equation: Any, x: Exact) -> Exact:

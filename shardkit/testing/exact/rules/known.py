@@ -40,6 +40,13 @@ def _shift_logically(x: np.ndarray, places: np.ndarray) -> np.ndarray:
     return np.asarray(shifted).view(x.dtype)
 
 
+def _find_remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x less the multiple of y next to it, towards zero. That of an integer over zero is the integer, as XLA has it."""
+    if not np.issubdtype(y.dtype, np.integer):
+        return np.asarray(np.fmod(x, y))
+    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
+
+
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -61,7 +68,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "shift_right_logical": _shift_logically,
     "square": np.square,
     "sqrt": np.sqrt,
-    "rem": np.fmod,
+    "rem": _find_remainder,
 }
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_sum": np.add.reduce,

@@ -33,6 +33,7 @@ from shardkit.testing.exact.rules.scope import Scope
 _NEAR = 1e-6
 # If it is not, and nearer than this, it may be on either side of the jump: float64 does not tell.
 _ROUNDS = 1e-12
+_LARGE = 2**31 - 1  # a bound of integers that no count or index reaches
 
 
 def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
@@ -50,7 +51,23 @@ def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
         return _truncate_in_an_order(scope, x)
     # Known from here on, and marked: which integer it is follows from the draw.
     integers = _round_real(scope, equation, x, "to an integer", np.trunc)
-    return field.marks.add(integers.astype(new_dtype))
+    return field.marks.add(_saturate(scope, equation, x, integers).astype(new_dtype))
+
+
+def _saturate(scope: Scope, equation: Any, x: Exact, integers: np.ndarray) -> np.ndarray:
+    """Integers within the range of a dtype: of uint8, -3 becomes 0 and 300 becomes 255, as XLA casts floats.
+
+    Small bounds are comparisons. That a number is beyond those of int32 is overflow, of which a proof says nothing.
+    """
+    info = jnp.iinfo(equation.params["new_dtype"])
+    low, high = int(info.min), int(info.max)
+    if low > -_LARGE:
+        bound = scope.constant(low, like=x)
+        integers = np.where(scope.decide(equation, integers < low, x, bound, " from below"), low, integers)
+    if high < _LARGE:
+        bound = scope.constant(high, like=x)
+        integers = np.where(scope.decide(equation, integers > high, x, bound, " from above"), high, integers)
+    return np.clip(integers, low, high)
 
 
 def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import (
     INFINITE,
@@ -71,12 +72,15 @@ class _Writing(NamedTuple):
 
 def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updates: Operand) -> Exact:
     """scatter and scatter-add."""
+    adds = equation.primitive.name in ("scatter-add", "scatter_add")
+    # `x.at[0].apply(jnp.sin)` is a scatter too, of a function of the old element in place of an update.
+    if not adds and not _writes_its_update(equation.params["update_jaxpr"]):
+        raise UnsupportedError("scatter of a function, as `.at[...].apply`")
     indices = require_known(indices, equation.primitive.name)
     field = scope.field
     operand = to_number(field, scope.lift_one(operand))
     updates = to_number(field, scope.lift_one(updates))
     writing = _find_writing(scope, equation, operand, indices, updates)
-    adds = equation.primitive.name in ("scatter-add", "scatter_add")
     number = writing.write(operand.number, updates.number, adds)
     real = writing.write(operand.real, updates.real, adds)
     if adds:
@@ -86,6 +90,17 @@ def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updat
         facts = writing.write(operand.facts, updates.facts, False)
     degree = operand.degree.plus(updates.degree)
     return field.settle(Exact(number, facts, real, degree=degree))
+
+
+def _writes_its_update(body: Any) -> bool:
+    """Whether a scatter writes its updates as they are: its body, a function of old and new elements, returns the new.
+
+    jax leaves the body out where that is so from the start.
+    """
+    if body is None:
+        return True
+    jaxpr = getattr(body, "jaxpr", body)
+    return not jaxpr.eqns and jaxpr.outvars[0] is jaxpr.invars[1]
 
 
 def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, updates: Exact) -> _Writing:

@@ -263,6 +263,9 @@ def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
         chosen = keys.argmin(-1)
     elements = _flatten(to_number(scope.field, x), scope.rank)
     source = _append(scope.field, elements, padding)
+    if keys.shape[-1] > 1:
+        extreme_keys = np.take_along_axis(keys, chosen[..., None], -1)
+        scope.choose(equation, keys == extreme_keys, source.move(lambda part: np.take(part, places, -1)))
     extremes = _take_on_devices(scope, source, _choose_places(places, chosen))
     return _shape_as_result(scope, equation, extremes)
 
