@@ -108,7 +108,10 @@ class Decision:
         if self.difference is not None and other.difference is not None:
             # Of x and x - 1 the difference is 1, but for the rounding of x.
             is_constant = np.abs(other.difference - self.difference) <= self.rounding + other.rounding
-            is_decided = is_decided | other.has_known_sign | is_constant
+            # Outside of a domain there was no difference. `isnan(x)` is `x != x`, which is zero.
+            is_new = np.isnan(self.difference)
+            is_decided = is_decided | other.has_known_sign | is_constant | (is_new & (other.difference == 0))
+            self.difference = np.where(is_new, other.difference, self.difference)
         if other.identified or other.difference is not None:
             self.decided = self.decided & is_decided
         self.identified = self.identified or other.identified
@@ -157,7 +160,7 @@ class Coverage:
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
         if field.settings.order is None:
             decision.difference = np.broadcast_to(x.real[0] - y.real[0], asked.shape)
-            decision.rounding = _ROUNDING * (np.abs(x.real[0]) + np.abs(y.real[0]))
+            decision.rounding = _ROUNDING * np.nan_to_num(np.abs(x.real[0]) + np.abs(y.real[0]))
             decision.has_known_sign = np.broadcast_to(_find_known_signs(field, x, y), asked.shape)
         if self.identifies and field.settings.points > 1:
             # It compares the numbers at two points: a constant is the same at both, and an unknown is not.
