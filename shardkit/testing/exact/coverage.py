@@ -227,7 +227,7 @@ class Coverage:
 
         It may be so for all inputs: only where it was not in some draw, it has to be in another one.
         """
-        if field.kind != "zero":
+        if field.settings.kind != "zero":
             decision = Decision(line, equation.primitive.name, ORDER, is_inside, ~is_inside, is_inside, identified=True)
             self._add(equation, " of a domain", decision)
 

@@ -72,7 +72,7 @@ def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
         coincides = has_equal_keys & ~has_equal_numbers
         scope.field.coverage.note_coincidence(scope.field, equation, scope.line(equation), coincides)
         # `isnan(x)` is `x != x`: it asks whether x is inside the domain of a function.
-        if scope.field.domains and equation.invars[0] is equation.invars[1]:
+        if scope.field.notes.domains and equation.invars[0] is equation.invars[1]:
             is_inside = np.broadcast_to(x.poison != OUTSIDE, np.shape(equal))
             scope.field.coverage.note_domain(scope.field, equation, scope.line(equation), is_inside)
     if equation.primitive.name == "ne":

@@ -179,7 +179,7 @@ def is_finite(scope: Scope, equation: Any, x: Exact) -> Known:
     """
     truth = (x.poison == 0) & ~x.is_truly_infinite
     field = scope.field
-    if not field.domains:
+    if not field.notes.domains:
         return truth
     if field.coverage is not None:
         field.coverage.note_domain(field, equation, scope.line(equation), x.poison != OUTSIDE)
