@@ -101,7 +101,8 @@ def assert_equal_for_all_inputs(
             meaning in a field, by its name and line; too large or too deeply nested programs, with the size to
             shrink.
 
-    Cost: seconds on the host for shapes of a few hundred elements; neither program is compiled.
+    Cost: seconds on the host for shapes of a few hundred elements. Programs that compare floats are compiled once, for
+        many inputs together; others are not.
 
     Example:
         >>> proof = sk.testing.assert_equal_for_all_inputs(

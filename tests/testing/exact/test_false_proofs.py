@@ -433,7 +433,8 @@ def test_what_is_infinite_or_nan_in_every_draw_is_not_decided():
     args = (np.ones((16, 2), np.float32),)
     settings = {"mesh": sk.abstract_mesh(d=2), "in_specs": P(None), "out_specs": P(), "args": args}
     halves = [lambda x: add_logarithms(x, slice(8)), lambda x: add_logarithms(x, slice(8, 16))]
-    with pytest.raises(ValueError, match="1 of 1 elements of the result were NaN or infinite"):
+    words = "1 of 1 elements of the result were NaN or infinite|for some that a comparison tells apart"
+    with pytest.raises((AssertionError, ValueError), match=words):
         sk.testing.assert_equal_for_all_inputs(*halves, grad=False, **settings)
 
 
