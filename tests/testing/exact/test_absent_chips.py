@@ -27,6 +27,7 @@ from shardkit.testing.exact.stablehlo.attributes import UnreadableError
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 from shardkit.testing.exact.stablehlo.instructions import (
     TARGET,
+    OpenModule,
     WrittenComputation,
     WrittenInstruction,
     list_parts,
@@ -35,7 +36,7 @@ from shardkit.testing.exact.stablehlo.instructions import (
 )
 from shardkit.testing.exact.stablehlo.operation_rules import OPERATION_RULES
 from shardkit.testing.exact.stablehlo.synchronous import wait_for_starts
-from shardkit.testing.exact.stablehlo.tilings import find_elements, keeps_order
+from shardkit.testing.exact.stablehlo.tilings import drop_tilings, find_elements, keeps_order
 from shardkit.testing.exact.stablehlo.typed_alike import convert_floats, split_arrays
 from support.compiled_rows import list_missing
 from support.compilers import gpu, tpu
@@ -180,6 +181,22 @@ def test_the_elements_of_a_bitcast_by_tiles():
     assert elements == tuple(x.ravel())
     assert find_elements(make_shape(F32, 3, 4, tiles=[(2, 2)]), make_shape(F32, 4, 4, tiles=[(2, 2)])) is None
     assert find_elements(make_shape(F32, 1, 25, tiles=[(1, 128)]), make_shape(F32, 1, 1, tiles=[(1, 128)])) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("operand", "result", "message"),
+    [
+        (make_shape(F32, 3, 4, tiles=[(2, 2)]), make_shape(F32, 4, 4, tiles=[(2, 2)]), "of the padding of tiles"),
+        (make_shape(BF16, 4, 4, tiles=[(2, 2)]), make_shape(F32, 2, 4, tiles=[(2, 2)]), "as elements of another type"),
+    ],
+)
+def test_the_name_of_a_bitcast_without_a_meaning(operand, result, message):
+    """Catches two floats in a word that a table counts as padding."""
+    bitcast = make("y", 2, "bitcast", [1], result)
+    opened = OpenModule([WrittenComputation([make("x", 1, "parameter", (), operand), bitcast], 2, [])], [])
+    drop_tilings(opened)
+    assert bitcast.opcode == "custom-call"
+    assert any(number == TARGET and message in data.decode("latin1") for number, data in bitcast.others)
 
 
 def run_call(target, config, result, *arguments):

@@ -10,7 +10,8 @@ the dims of its layouts. Whether that is its meaning is asked here of each eleme
 The first bitcast stays. The second one becomes a call of READ_PLACES, with a table that says for each element of the
 result which element of the operand is in its place: 0, 1, ..., 127, then 256, because the second row of the first tile
 begins behind the first row of the operand. A bitcast that reads the padding of a tile becomes a call without a meaning,
-because nothing says which numbers are there.
+because nothing says which numbers are there. So does one to elements of another type, as a TPU packs two float16 into a
+word.
 
 Source: https://openxla.org/xla/tiled_layout
 """
@@ -52,14 +53,15 @@ _TILES = 6
 _TILE_DIMS = 1
 _WHOLE_DIM = 1 << 63  # a dim of a tile that is joined with the next one
 
-# The calls that bitcasts become. One reads elements in another order, with the numbers of these as JSON; the other one
-# has no meaning.
+# What bitcasts become: a call that reads elements in another order, with the numbers of these as JSON, and two calls
+# without a meaning.
 READ_PLACES = "shardkit.read_places"
 READ_PADDING = "a bitcast of the padding of tiles"
+READ_WORDS = "a bitcast of tiles as elements of another type"
 
 
 def drop_tilings(module: OpenModule) -> None:
-    """Writes all layouts without tiles, and bitcasts that need tiles as calls of READ_PLACES or READ_PADDING."""
+    """Writes all layouts without tiles, and bitcasts that need tiles as calls."""
     module.others = [_drop_in_program_shape(number, field) for number, field in module.others]
     for computation in module.computations:
         computation.others = [_drop_in_program_shape(number, field) for number, field in computation.others]
@@ -78,13 +80,21 @@ def _write_bitcasts(computation: WrittenComputation) -> None:
             continue
         operand = instructions[instruction.operands[0]]
         if not keeps_order(operand.shape, instruction.shape):
-            _write_as_call(instruction, find_elements(operand.shape, instruction.shape))
+            elements = find_elements(operand.shape, instruction.shape)
+            target = READ_PLACES
+            if elements is None:
+                target = READ_PADDING if _have_one_type(operand.shape, instruction.shape) else READ_WORDS
+            _write_as_call(instruction, target, elements)
 
 
-def _write_as_call(instruction: WrittenInstruction, elements: Sequence[int] | None) -> None:
-    """Makes a bitcast a call that reads the elements of these numbers."""
+def _have_one_type(source: bytes, target: bytes) -> bool:
+    """Whether the elements of two shapes are of one type."""
+    return integer(message(source), TYPE) == integer(message(target), TYPE)
+
+
+def _write_as_call(instruction: WrittenInstruction, target: str, elements: Sequence[int] | None) -> None:
+    """Makes a bitcast a call, as of READ_PLACES, which reads the elements of these numbers."""
     instruction.opcode = "custom-call"
-    target = READ_PADDING if elements is None else READ_PLACES
     config = json.dumps(elements)
     instruction.others = [
         *instruction.metadata,
@@ -141,7 +151,7 @@ def keeps_order(source: bytes, target: bytes) -> bool:
     """Whether a bitcast between two shapes is one of the numbers in the order of the dims of their layouts."""
     if not (_list_tiles(source) or _list_tiles(target)):
         return True
-    if integer(message(source), TYPE) != integer(message(target), TYPE):
+    if not _have_one_type(source, target):
         return False  # elements of another type may have another number of bits, and so other places
     source_places = _find_places(source)
     target_places = _find_places(target)
@@ -158,8 +168,7 @@ def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
     """
     source_places = _find_places(source)
     target_places = _find_places(target)
-    of_one_type = integer(message(source), TYPE) == integer(message(target), TYPE)
-    if source_places is None or target_places is None or not of_one_type:
+    if source_places is None or target_places is None or not _have_one_type(source, target):
         return None
     elements = {int(place): number for number, place in enumerate(source_places.ravel())}
     numbers = []
