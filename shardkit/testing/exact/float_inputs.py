@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +36,9 @@ _MOST_PROPOSED = 4
 _ANY_SIZE = "any size"
 _KINDS = (*KINDS, MIXED, SIMILAR, _ANY_SIZE, _ANY_SIZE)
 _GROUPS = 16  # of inputs of a kind
+_FEW = 1024  # inputs of programs that run one after the other
+_EPSILON = 2.0**-23  # also of 16 bits, in which both sides may be rounded alike and differ by less than a rounding
+_SMALLEST = 1e-30
 _SIZES = (-1.0, 3.0)  # the decimal exponents of the sizes of inputs of any size
 # Differences below so many roundings are taken for rounding.
 _ROUNDINGS = 32.0
@@ -67,15 +72,28 @@ def propose_inputs(
         inputs_of_sides = jax.tree.unflatten(structure, values)
         return _measure_distance(on_mesh(*inputs_of_sides), alone(*inputs_of_sides))
 
-    try:
-        distances = np.asarray(jax.jit(jax.vmap(measure))(inputs))
-    except Exception:
-        # Both functions have been traced already. What fails here is a primitive that jax cannot batch, or that has no
+    distances = _run_all(measure, inputs)
+    proposed: set[int] = set()
+    for by_measure in distances:
+        for index in np.argsort(-by_measure)[:_MOST_PROPOSED].tolist():
+            if by_measure[index] > _ROUNDINGS and index not in proposed:
+                proposed.add(index)
+                yield {str(number): np.asarray(x[index], np.float64) for number, x in inputs.items()}
+
+
+def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray]) -> list[np.ndarray]:
+    """The distances of all inputs, or of some where jax cannot batch the programs; none where they do not run."""
+    few = {number: x[:_FEW] for number, x in inputs.items()}
+    runs: list[tuple[Callable[..., Any], Mapping[int, np.ndarray]]] = [
+        (jax.vmap(measure), inputs),
+        (partial(jax.lax.map, measure), few),
+    ]
+    for run, batch in runs:
+        # Both programs have been traced already. What fails here is a primitive that jax cannot batch, or that has no
         # meaning on one device; a proof is possible without these inputs.
-        return
-    for index in np.argsort(-distances)[:_MOST_PROPOSED].tolist():
-        if distances[index] > _ROUNDINGS:
-            yield {str(number): np.asarray(x[index], np.float64) for number, x in inputs.items()}
+        with suppress(Exception):
+            return [np.asarray(x) for x in jax.jit(run)(batch)]
+    return []
 
 
 def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], count: int) -> np.ndarray:
@@ -104,21 +122,28 @@ def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequen
     return sizes * np.where(is_positive, np.abs(values), values)
 
 
-def _measure_distance(results: Any, expected: Any) -> jax.Array:
-    """By how many roundings the results of one input differ at most."""
+def _measure_distance(results: Any, expected: Any) -> tuple[jax.Array, jax.Array]:
+    """By how many roundings the results of one input differ at most, in two measures.
+
+    Of numbers of a size below one thousandth rounding says little; but all numbers of a program may be so small. So the
+    first measure takes an element for as large as a thousandth at least, and the second one for as large as a
+    thousandth of the largest element of its result.
+    """
     largest = jnp.zeros(())
+    largest_by_size = jnp.zeros(())
     for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             continue
         if not is_float(x):
             largest = jnp.maximum(largest, jnp.where((x != y).any(), _OTHER_INTEGER, 0))
             continue
-        epsilon = float(jnp.finfo(x.dtype).eps)
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        size = jnp.maximum(jnp.abs(x), jnp.abs(y))
-        distance = jnp.abs(x - y) / jnp.maximum(size, 1e-3) / epsilon
         are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
         is_other = (jnp.isnan(x) != jnp.isnan(y)) | (~are_numbers & (x != y) & ~jnp.isnan(x) & ~jnp.isnan(y))
-        distance = jnp.where(are_numbers, distance, jnp.where(is_other, _NO_NUMBER, 0))
+        size = jnp.where(are_numbers, jnp.maximum(jnp.abs(x), jnp.abs(y)), 0)
+        roundings = jnp.where(are_numbers, jnp.abs(x - y), 0) / _EPSILON
+        distance = jnp.where(is_other, _NO_NUMBER, roundings / jnp.maximum(size, 1e-3))
         largest = jnp.maximum(largest, distance.max())
-    return largest
+        by_size = roundings / jnp.maximum(size, jnp.maximum(1e-3 * size.max(), _SMALLEST))
+        largest_by_size = jnp.maximum(largest_by_size, by_size.max())
+    return largest, largest_by_size

@@ -131,7 +131,7 @@ WRONG = {
 }
 
 
-def prove(kernel, reference, args):
+def prove(kernel, reference, args, grad=False):
     return sk.testing.assert_equal_for_all_inputs(
         kernel,
         reference,
@@ -139,7 +139,7 @@ def prove(kernel, reference, args):
         in_specs=P(),
         out_specs=P(),
         args=tuple(np.asarray(x, np.float32) for x in args),
-        grad=False,
+        grad=grad,
     )
 
 
@@ -190,3 +190,55 @@ RIGHT = {
 def test_the_right_one_is_proved(name):
     kernel, reference, args = RIGHT[name]
     assert prove(kernel, reference, args)
+
+
+@jax.custom_vjp
+def square(x):
+    return x * x
+
+
+@jax.custom_vjp
+def square_with_a_wrong_entry(x):
+    return x * x
+
+
+def keep(x):
+    return x * x, x
+
+
+square.defvjp(keep, lambda x, g: (g * 2 * x * jnp.asarray(TABLE)[as_integer(x)],))
+square_with_a_wrong_entry.defvjp(keep, lambda x, g: (g * 2 * x * jnp.asarray(EDITED)[as_integer(x)],))
+
+
+def test_a_gradient_that_differs_for_few_inputs_is_not_proved():
+    x = jnp.float32(90.5)
+    assert jax.grad(square)(x) != jax.grad(square_with_a_wrong_entry)(x)
+    with pytest.raises((AssertionError, UnprovableError)):
+        prove(square, square_with_a_wrong_entry, (90.5,), grad=True)
+    assert prove(square, square, (90.5,), grad=True)
+
+
+def read_small(table):
+    return lambda x: jnp.asarray(table)[as_integer(x)] * 1e-12
+
+
+def round_to_16_bits(x):
+    return jnp.where(multiply_positive_parts(x) > 0, 1.2, 1).astype(jnp.bfloat16)
+
+
+HIDDEN_BY_SIZE = {
+    "small numbers": (read_small(TABLE), read_small(EDITED), (90.5,)),
+    "16 bits": (round_to_16_bits, lambda x: (1 + 0 * x.sum()).astype(jnp.bfloat16), (positive,)),
+    "a cast to 4 bits": (
+        lambda x: x + jnp.full(4, 100.0).astype(jnp.int4).astype(jnp.float32),
+        lambda x: x + 4,
+        (np.ones(4),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_BY_SIZE)
+def test_what_floats_find_hard_to_see_is_not_proved(name):
+    kernel, reference, args = HIDDEN_BY_SIZE[name]
+    with pytest.raises((AssertionError, UnprovableError)):
+        prove(kernel, reference, args)

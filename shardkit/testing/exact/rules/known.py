@@ -175,7 +175,7 @@ def _convert_elements(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     # A cast to bfloat16 keeps float32: rounding is not modelled.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
         # A float may be too large for an integer, where numpy wraps and jax does not.
-        is_rounded = operands[0].dtype.kind == "f" and np.dtype(result.dtype).kind in "iu"
+        is_rounded = operands[0].dtype.kind == "f" and jnp.issubdtype(result.dtype, jnp.integer)
         if not is_rounded:
             return operands[0].astype(known_dtype(result.dtype))
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
