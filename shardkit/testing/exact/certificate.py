@@ -144,6 +144,8 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
         if count > 1:
             sentence += f" ({count} comparisons)"
         sentences.append(sentence)
+    if evidence.lacks_floats:
+        sentences.append("rare inputs were not looked for in floats: jax cannot run these programs for many at once")
     if not evidence.orders:
         for decision in evidence.foreign:
             place = f"{decision.what} at {decision.line}"

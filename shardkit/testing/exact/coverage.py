@@ -52,10 +52,9 @@ class Decision:
         ties: of these words, on which side of zero equal numbers are counted, by draw: two arrays [...], of words and
             of 1, -1 or 0 for none.
         tied: where its operands were equal in some draw, and all results were compared.
-        identified: whether a draw of two points has told `decided` and `words`.
-        difference: float64 [...], the real difference of the operands in the last draw; None if they are no numbers.
-        rounding: float64 [...], by how much the difference may be rounded.
-        has_known_sign: where the signs of both operands leave no choice.
+        identified: whether this run, of two points, has told `decided`.
+        difference: float64 [...], the real difference of the operands in the first draw that has one; None in an order.
+        rounding: float64 [...], by how much it may be rounded.
     """
 
     line: str
@@ -70,7 +69,6 @@ class Decision:
     identified: bool = False
     difference: np.ndarray | None = None
     rounding: np.ndarray | float = 0.0
-    has_known_sign: np.ndarray | bool = False
 
     @property
     def open(self) -> bool:
@@ -110,11 +108,11 @@ class Decision:
             is_constant = np.abs(other.difference - self.difference) <= self.rounding + other.rounding
             # Outside of a domain there was no difference. `isnan(x)` is `x != x`, which is zero.
             is_new = np.isnan(self.difference)
-            is_decided = is_decided | other.has_known_sign | is_constant | (is_new & (other.difference == 0))
+            is_decided = is_decided | is_constant | (is_new & (other.difference == 0))
             self.difference = np.where(is_new, other.difference, self.difference)
+            self.rounding = np.where(is_new, other.rounding, self.rounding)
         if other.identified or other.difference is not None:
             self.decided = self.decided & is_decided
-        self.identified = self.identified or other.identified
         self.words = self.words | other.words
         self.ties = self.ties + other.ties
         self.tied = self.tied | other.tied
@@ -158,23 +156,22 @@ class Coverage:
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
-        if field.settings.order is None:
+        decision.decided = decision.decided | _find_known_signs(field, x, y)
+        is_draw = field.settings.order is None
+        if is_draw:
             decision.difference = np.broadcast_to(x.real[0] - y.real[0], asked.shape)
             decision.rounding = _ROUNDING * np.nan_to_num(np.abs(x.real[0]) + np.abs(y.real[0]))
-            decision.has_known_sign = np.broadcast_to(_find_known_signs(field, x, y), asked.shape)
-        if self.identifies and field.settings.points > 1:
-            # It compares the numbers at two points: a constant is the same at both, and an unknown is not.
-            differences, fixed = _identify(field, x, y)
+        # At two points a constant is the same number, and an unknown is not. An order is asked too: it reaches branches
+        # that no draw did, where what was a constant may be an unknown.
+        if field.settings.points > 1 and (self.identifies or not is_draw):
+            difference = _subtract_at_points(field, x, y)
             decision.identified = True
-            decision.decided = decision.decided | fixed
-            words = np.broadcast_to(differences, asked.shape)
-            decision.words = frozenset(words[~decision.decided].tolist())
-            decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
-            self.constants |= _constants(field, x) | _constants(field, y)
-        elif field.settings.order is not None and field.settings.points > 1:
-            # An order reaches branches that no draw did, where what was a constant may be an unknown.
-            decision.identified = True
-            decision.decided = decision.decided | _find_fixed(field, x, y, _subtract_at_points(field, x, y))
+            decision.decided = decision.decided | _find_constants(field, x, y, difference)
+            if self.identifies:
+                words = np.broadcast_to(_hash_difference(difference), asked.shape)
+                decision.words = frozenset(words[~decision.decided].tolist())
+                decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
+                self.constants |= _constants(field, x) | _constants(field, y)
         if field.planted:
             decision.tied = asked & find_equal(field, x, y)
             # `max(x, 0)` of an x that was made 0 takes x, and shows nothing of an x above 0.
@@ -257,6 +254,7 @@ class Coverage:
         name = equation.primitive.name
         rounding = Decision(line, name, ORDER, is_even & asked, ~is_even & asked, ~asked)
         if self.identifies and field.settings.points > 1:
+            rounding.identified = True
             rounding.words = self._hash_rounded(field, name, x)
         _add_to(self.roundings, (self.side, id(equation), x.number.ndim), rounding)
 
@@ -437,9 +435,16 @@ def _logarithms(values: np.ndarray) -> set[float]:
     return set(np.log(distinct).tolist()) if len(distinct) <= _MOST_CONSTANTS else set()
 
 
+def _follows_roundings(field: Field, x: Exact, y: Exact) -> bool:
+    """Whether two numbers may follow from integers to which floats were rounded, which are so in this draw alone."""
+    return field.notes.rounds and bool(x.degree.total or y.degree.total)
+
+
 def _find_known_signs(field: Field, x: Exact, y: Exact) -> np.ndarray:
     """Where two numbers have opposite signs for all inputs, or one is zero and the sign of the other is known."""
     has_opposite_signs = (x.sign != 0) & (x.sign == -y.sign)
+    if _follows_roundings(field, x, y):
+        return np.zeros_like(has_opposite_signs)
     if not x.sign.any() and not y.sign.any():
         return np.asarray(has_opposite_signs)
     is_y_zero = field.is_zero(y) & (x.sign != 0)
@@ -452,18 +457,15 @@ def _subtract_at_points(field: Field, x: Exact, y: Exact) -> np.ndarray:
     return to_number(field, subtract(field, x, y)).number[field.residues.top]
 
 
-def _find_fixed(field: Field, x: Exact, y: Exact, difference: np.ndarray) -> np.ndarray:
-    """Where the difference of two numbers cannot change its sign: a constant is the same at two points."""
-    # What floats were rounded to is so in this draw alone.
-    if field.notes.rounds and (x.degree.total or y.degree.total):
+def _find_constants(field: Field, x: Exact, y: Exact, difference: np.ndarray) -> np.ndarray:
+    """Where a difference is a constant: it is the same at two points."""
+    if _follows_roundings(field, x, y):
         return np.zeros(difference.shape[1:], bool)
-    return (difference[0] == difference[1]) | _find_known_signs(field, x, y)
+    return np.asarray(difference[0] == difference[1])
 
 
-def _identify(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
-    """Which difference is compared with zero, but for a constant factor; and where it cannot change its sign."""
-    p = np.uint64(PRIMES[-2])
-    difference = _subtract_at_points(field, x, y)
+def _hash_difference(difference: np.ndarray) -> np.ndarray:
+    """Which difference is compared with zero, but for a constant factor."""
     # c d(a) / (c d(b)) is d(a) / d(b) for every constant c, at points a and b.
-    ratio = difference[0] * invert_by_power(difference[1], p) % p
-    return mix(ratio), _find_fixed(field, x, y, difference)
+    p = np.uint64(PRIMES[-2])
+    return mix(difference[0] * invert_by_power(difference[1], p) % p)

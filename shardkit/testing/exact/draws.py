@@ -184,7 +184,9 @@ def _draw_where_floats_differ(pair: ProgramPair, effort: Effort, propose: Propos
     """Draws at inputs for which both sides differ in floats: a wrong kernel differs in the field too."""
     if pair.field.settings.order is not None or propose is None or not effort.floats:
         return
-    for inputs in propose(pair.make_field(0, KINDS[0]), effort.floats):
+    proposals = propose(pair.make_field(0, KINDS[0]), effort.floats)
+    pair.lacks_floats = proposals is None
+    for inputs in proposals or ():
         pair.draw_at(inputs)
 
 

@@ -160,7 +160,7 @@ def assert_equal_for_all_inputs(
         of_kernels(seconds),
         len(value_names),
         with_unused=partial(_run, kernel_with_unused, inputs),
-        propose=partial(propose_inputs, *_compile_for_one_device(mesh, kernel_program, reference_program), inputs),
+        propose=partial(propose_inputs, *_interpret_on_one_device(mesh, kernel_program, reference_program), inputs),
     )
     sides = f"{_name_function(kernel)} and {_name_function(reference)}"
     return certify(f"{sides}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)
@@ -182,8 +182,8 @@ def _trace_both(
         ) from error
 
 
-def _compile_for_one_device(mesh: Mesh | AbstractMesh, kernel: Any, reference: Any) -> tuple[Any, Any]:
-    """Both programs as functions of floats: the kernel's shard_maps are interpreted (`emulate`)."""
+def _interpret_on_one_device(mesh: Mesh | AbstractMesh, kernel: Any, reference: Any) -> tuple[Any, Any]:
+    """Both programs as functions of floats; the shard_maps of the kernel's run on one device, as by `emulate`."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     on_one_device = interpret(jaxpr_as_fun(kernel), abstract, _ignore)
     return on_one_device, jaxpr_as_fun(reference)

@@ -35,6 +35,7 @@ class Evidence(NamedTuple):
             most, and how many elements it has.
         alone_at_zeros: the same of draws whose inputs were chosen, as zeros of a divisor.
         folded: constants that stand for the numbers from which they were computed.
+        lacks_floats: whether floats were to propose inputs, and jax cannot run the programs for many of them.
     """
 
     field: Field
@@ -48,3 +49,4 @@ class Evidence(NamedTuple):
     alone: dict[str, tuple[int, int]]
     alone_at_zeros: dict[str, tuple[int, int]]
     folded: Mapping[Constant, Folded]
+    lacks_floats: bool = False

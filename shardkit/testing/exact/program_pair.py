@@ -105,6 +105,7 @@ class ProgramPair:
         needs_laws: whether both sides were equal by the laws of roots alone in some run.
         tied_draws: for each comparison, by its key, the fields of draws in which it compared equal numbers.
         folded: constants that stand for the numbers from which they were computed, because both sides are equal then.
+        lacks_floats: whether floats were to propose inputs, and jax cannot run the programs for many of them.
     """
 
     where: str
@@ -126,6 +127,7 @@ class ProgramPair:
     needs_laws: bool = False
     tied_draws: dict[Any, list[Field]] = attribute(default_factory=dict)
     folded: Mapping[Constant, Folded] = attribute(default_factory=dict)
+    lacks_floats: bool = False
 
     def evidence(self) -> Evidence:
         """What all runs have shown."""
@@ -141,6 +143,7 @@ class ProgramPair:
             alone=self.elements.alone,
             alone_at_zeros=self.elements.alone_at_zeros,
             folded=self.folded,
+            lacks_floats=self.lacks_floats,
         )
 
     # Runs

@@ -235,7 +235,7 @@ def test_random_numbers_that_need_jaxs_own_keys():
 def test_a_row_that_the_bits_of_a_float_choose():
     rows = np.arange(4, dtype=np.float32)
     message = refused(lambda: proved(lambda x: x * jnp.asarray(rows)[lax.bitcast_convert_type(x, np.int32)]))
-    assert "gather that a float decides at test_equality.py:" in message
+    assert "lt of the bits of floats at test_equality.py:" in message
 
 
 # Each draw has other numbers, and there is a last one.

@@ -286,7 +286,7 @@ def test_the_real_values_of_a_draw_are_those_of_floats():
         (matmul(field, x, y.move(lambda part: part.swapaxes(-1, -2))), a @ b.T),
         (apply_function(field, "tanh", x), np.tanh(a)),
         (apply_function(field, "atan2", x, y), np.arctan2(a, b)),
-        (from_bits(field, to_bits(field, x)), a),
+        (from_bits(field, to_bits(field, x, "float32"), "float32"), a),
         (field.lift(np.float32([0.1, 1 / 3])), np.array([0.1, 1 / 3])),
     ):
         np.testing.assert_allclose(value.real[0], wanted, rtol=1e-13)
@@ -329,7 +329,7 @@ def test_the_primes_that_exps_use_up():
         apply_function(field, "f", once, twice),
         matmul(field, once, twice.move(lambda part: part.swapaxes(-1, -2))),
         sum_dims(field, twice, [1]),
-        to_bits(field, twice),
+        to_bits(field, twice, "float32"),
     ):
         assert (found.used[0] == 2).all() and not found.used[1].any()
     assert add(field, log(field, once), log(field, twice)).used[:, 0, 0].tolist() == [0, 2]
@@ -432,23 +432,23 @@ def test_degrees_bound_the_chance_of_a_wrong_verdict():
     assert to_number(field, log(field, square)).degree.total == 2 and where(np.ones(5, bool), x, square).degree == INPUT
     masked = where(np.arange(5) > 2, x, square)
     assert masked.degree.total == 2 and where(np.zeros(5, bool), square, x).degree == INPUT
-    first = to_bits(field, square)
-    assert first.degree == INPUT and from_bits(field, first).degree.total == 2
-    to_bits(field, x)
-    assert from_bits(field, first).degree.total == 2  # of all that were ever sent as bits
+    first = to_bits(field, square, "float32")
+    assert first.degree == INPUT and from_bits(field, first, "float32").degree.total == 2
+    to_bits(field, x, "float32")
+    assert from_bits(field, first, "float32").degree.total == 2  # of all that were ever sent as bits
 
 
 def test_bits_come_back_and_others_are_no_number():
     field = Field(Settings(2, 7))
-    sent = to_bits(field, POSITIVE)
-    back = from_bits(field, sent)
+    sent = to_bits(field, POSITIVE, "float32")
+    back = from_bits(field, sent, "float32")
     np.testing.assert_array_equal(back.number, X.number)
     np.testing.assert_array_equal(back.facts, POSITIVE.facts)
-    zero = from_bits(field, field.lift(np.zeros((2, 3), np.int32)))
+    zero = from_bits(field, field.lift(np.zeros((2, 3), np.int32)), "float32")
     assert not zero.number.any() and not zero.facts.any()
-    other = from_bits(field, add(field, sent, field.lift(np.ones((1, 1), np.int32))))
+    other = from_bits(field, add(field, sent, field.lift(np.ones((1, 1), np.int32))), "float32")
     assert not (other.number == X.number).all(0).any() and field.notes.uninterpreted == {"of bits"}
-    assert not (sent.number == to_bits(field, Y).number).all(0).any()
+    assert not (sent.number == to_bits(field, Y, "float32").number).all(0).any()
 
 
 def test_functions_are_told_apart_by_name_by_arguments_and_by_their_order():

@@ -155,6 +155,79 @@ def test_what_differs_for_few_inputs_is_not_proved(name):
         prove(kernel, reference, args)
 
 
+def bits(x, dtype):
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def draw_by_key(impl):
+    return lambda x: x + jax.random.normal(jax.random.key(0, impl=impl), x.shape)
+
+
+def draw_one_by_one(x):
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
+    return x + jnp.stack([jax.random.uniform(key, ()) for key in keys])
+
+
+def draw_together(x):
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
+    return x + jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
+
+
+VALUES = (np.array([1.25, -2.5, 3, 40.3]),)
+# Bits have a width and a sign, and keys a kind.
+OF_BITS = {
+    "cut to 16 bits": (
+        lambda x: bits(bits(x, jnp.uint32).astype(jnp.uint16).astype(jnp.uint32), jnp.float32),
+        lambda x: x,
+    ),
+    "of bfloat16 as those of float32": (
+        lambda x: bits(bits(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32), jnp.float32),
+        lambda x: x,
+    ),
+    "of float16 as those of bfloat16": (
+        lambda x: bits(bits(x.astype(jnp.float16), jnp.uint16), jnp.bfloat16).astype(jnp.float32),
+        lambda x: x,
+    ),
+    "with a sign and without": (
+        lambda x: bits(x, jnp.uint32).astype(jnp.float32),
+        lambda x: bits(x, jnp.int32).astype(jnp.float32),
+    ),
+    "in order": (
+        lambda x: jnp.where(bits(x, jnp.uint32) > bits(x[::-1], jnp.uint32), x, 0),
+        lambda x: jnp.where(bits(x, jnp.int32) > bits(x[::-1], jnp.int32), x, 0),
+    ),
+    "squared": (lambda x: jnp.where(bits(x, jnp.int32) * bits(x, jnp.int32) >= 0, x, 0), lambda x: x),
+    "keys of two kinds": (draw_by_key("rbg"), draw_by_key("threefry2x32")),
+    "a batch of keys": (draw_together, draw_one_by_one),
+}
+
+
+@pytest.mark.parametrize("name", OF_BITS)
+def test_bits_and_keys_are_of_a_kind(name):
+    kernel, reference = OF_BITS[name]
+    x = jnp.asarray(VALUES[0], jnp.float32)
+    assert not np.array_equal(kernel(x), reference(x))
+    with pytest.raises((AssertionError, UnprovableError)):
+        prove(kernel, reference, VALUES)
+
+
+def test_bits_that_are_moved_are_proved():
+    def kernel(x):
+        words = bits(bits(x, jnp.uint32), jnp.int32)
+        return bits(jnp.where(np.array([True, False, True, False]), words[::-1], words[::-1]), jnp.float32)
+
+    assert prove(kernel, lambda x: x[::-1], VALUES)
+
+
+def test_a_certificate_says_if_rare_inputs_were_not_looked_for():
+    def kernel(x):
+        sizes = jnp.array([1, 0], jnp.int32)
+        return relu(x), lax.ragged_dot(x.reshape(1, 1), jnp.ones((2, 1, 1)), sizes)
+
+    assert "rare inputs were not looked for" in str(prove(kernel, kernel, (1.0,)))
+    assert "rare inputs" not in str(prove(relu, relu, (1.0,)))
+
+
 def test_bfloat16_hides_no_rare_input():
     def kernel(x):
         return multiply_positive_parts(x.astype(jnp.bfloat16)).astype(jnp.float32)

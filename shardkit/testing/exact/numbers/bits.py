@@ -20,21 +20,21 @@ from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import INPUT, POISON, Exact, build_facts
 
 
-def to_bits(field: Field, x: Exact) -> Exact:
-    """The words of floats: random integers, of which `from_bits` gives the floats."""
+def to_bits(field: Field, x: Exact, dtype: str) -> Exact:
+    """The words of floats of a dtype: random integers, of which `from_bits` gives the floats."""
     x = to_number(field, x)
-    words = field.residues.hash("bits", x.number)
+    words = field.residues.hash(f"bits of {dtype}", x.number)
     # The word is a random function of the residues alone: equal floats have equal bits.
     elements = zip(*(list_columns(part) for part in (words, x.number, x.facts, x.real)), strict=True)
     for word, residues, facts, real in elements:
-        field.laws.numbers_of_bits[word.tobytes()] = residues, facts, real
+        field.laws.numbers_of_bits[dtype, word.tobytes()] = residues, facts, real
     field.laws.degree_of_bits = field.laws.degree_of_bits.plus(x.degree)
     facts = build_facts(x.shape, used=x.used[0], poison=x.poison)
     return Exact(words, facts, np.full(x.real.shape, math.nan), degree=INPUT)
 
 
-def from_bits(field: Field, x: Exact) -> Exact:
-    """The floats of these words; an integer that is no float's word gives an unknown float."""
+def from_bits(field: Field, x: Exact, dtype: str) -> Exact:
+    """The floats of a dtype of these words; an integer that is the word of no such float gives an unknown float."""
     # Where no float is remembered, as for bits with a mask applied, the float is a random function of the integer.
     unknown = apply_function(field, "of bits", x)
     number = unknown.number.reshape(len(unknown.number), -1).copy()
@@ -47,8 +47,8 @@ def from_bits(field: Field, x: Exact) -> Exact:
             number[:, i] = 0
             facts[:, i] = 0
             real[:, i] = 0
-        elif word.tobytes() in field.laws.numbers_of_bits:
-            number[:, i], facts[:, i], real[:, i] = field.laws.numbers_of_bits[word.tobytes()]
+        elif (dtype, word.tobytes()) in field.laws.numbers_of_bits:
+            number[:, i], facts[:, i], real[:, i] = field.laws.numbers_of_bits[dtype, word.tobytes()]
     shape = unknown.shape
     degree = field.laws.degree_of_bits.plus(INPUT)
     return Exact(number.reshape(-1, *shape), facts.reshape(-1, *shape), real.reshape(-1, *shape), degree=degree)

@@ -21,8 +21,8 @@ class NumberLaws:
             factor R of a QR of A, which has roots, is known by R^T R = A^T A.
         halves: solutions by Cholesky. With A = L L^T, A^-1 B is computed in two halves, L^-1 B and L^-T of it, and L
             has roots where A^-1 B has none. From the residues of L and L^-1 B to those of A^-1 B and their degree.
-        numbers_of_bits: the floats that became words of bits (`bitcast`): from the residues of a word to the residues,
-            the facts and the real value of its float.
+        numbers_of_bits: the floats that became words of bits (`bitcast`): from their dtype and the residues of a
+            word to the residues, the facts and the real value of the float.
         degree_of_bits: bounds of the degree of all floats that became bits.
     """
 
@@ -30,5 +30,5 @@ class NumberLaws:
         self.roots = Roots(moduli)
         self.grams: dict[tuple[int, int, bytes], tuple[np.ndarray, Degree]] = {}
         self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
-        self.numbers_of_bits: dict[bytes, tuple[np.ndarray, np.ndarray, float]] = {}
+        self.numbers_of_bits: dict[tuple[str, bytes], tuple[np.ndarray, np.ndarray, float]] = {}
         self.degree_of_bits = CONSTANT

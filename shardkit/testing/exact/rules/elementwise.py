@@ -12,6 +12,7 @@ from shardkit.testing.exact.numbers import arithmetic, logarithms
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
 from shardkit.testing.exact.numbers.constants import simplest
+from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.square_roots import raise_power, square_root
@@ -188,6 +189,12 @@ def is_finite(scope: Scope, equation: Any, x: Exact) -> Known:
 
 def bitcast(scope: Scope, equation: Any, x: Exact) -> Exact:
     """bitcast_convert_type: a float as the integer of its bits, and back."""
-    if jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating):
-        return to_bits(scope.field, x)
-    return from_bits(scope.field, x)
+    source = equation.invars[0].aval.dtype
+    target = equation.outvars[0].aval.dtype
+    if source.itemsize != target.itemsize:
+        raise UnsupportedError("bitcast of floats to another width")
+    if jnp.issubdtype(source, jnp.floating):
+        x = to_bits(scope.field, x, str(source))
+    if jnp.issubdtype(target, jnp.floating):
+        return from_bits(scope.field, x, str(target))
+    return x  # the same word with another sign

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.values import OUTSIDE, Exact
@@ -176,6 +177,18 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
+# What may be done with the bits of a float as an integer, beside moving them. Their words have neither size nor sign, so
+# a cast, an order or a product would be another one than in floats.
+_OF_BITS = {"bitcast_convert_type", "eq", "ne", "select_n", "add", "sub", "reduce_sum", "scatter", "scatter-add"}
+
+
+def _is_bits(variable: Any, x: Operand) -> bool:
+    """Whether an operand has words of bits: integers without a real value."""
+    if not isinstance(x, Exact) or jnp.issubdtype(variable.aval.dtype, jnp.floating):
+        return False
+    return bool((np.isnan(x.real[0]) & (x.poison == 0)).any())
+
+
 def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
     """The results of an equation of which at least one operand is in the field."""
     results = _move_elements(scope, equation, operands)
@@ -184,6 +197,10 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     rule = RULES.get(equation.primitive.name)
     if rule is None or _has_complex(equation):
         raise UnsupportedError(_describe_refusal(equation))
+    if scope.field.laws.numbers_of_bits and equation.primitive.name not in _OF_BITS:
+        for variable, operand in zip(equation.invars, operands, strict=True):
+            if _is_bits(variable, operand):
+                raise UnsupportedError(f"{equation.primitive.name} of the bits of floats")
     results = rule(scope, equation, *operands)
     if not isinstance(results, list):
         results = [results]

@@ -19,8 +19,10 @@ import jax
 import numpy as np
 
 from shardkit._jax import compat
+from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.hashing import mix
 
+_DERIVED = ("random_fold_in", "random_split", "random_bits")
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)  # bits
 # Of Threefry-2x32: by how many bits the rounds rotate, and the word that the third part of the key has.
@@ -64,6 +66,8 @@ def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np
         return split_words(x)
     if name == "random_clone":
         return x
+    if name in _DERIVED and not _has_threefry_keys(equation):
+        raise UnsupportedError("random numbers of keys that are not threefry's, as of rbg: these depend on the batch,")
     if name == "random_fold_in":
         return mix(mix(x), operands[1].astype(np.uint64))
     if name == "random_split":
@@ -99,7 +103,7 @@ def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray 
     A key is a word of two halves. A draw at a place is a word, too: the hash, by the key, of the number of the place.
     """
     name = equation.primitive.name
-    if name not in ("random_fold_in", "random_split", "random_bits") or not _is_threefry(equation):
+    if name not in _DERIVED or not _is_threefry(equation):
         return None
     keys = operands[0]
     if name == "random_fold_in":
@@ -117,8 +121,12 @@ def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray 
 
 def _is_threefry(equation: Any) -> bool:
     """Whether keys are those of threefry, and are split by the number of each place."""
-    impl = compat.key_impl(equation.invars[0].aval.dtype).name
-    return impl == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable", False))
+    return _has_threefry_keys(equation) and bool(getattr(jax.config, "jax_threefry_partitionable", False))
+
+
+def _has_threefry_keys(equation: Any) -> bool:
+    impl: str = compat.key_impl(equation.invars[0].aval.dtype).name
+    return impl == "threefry2x32"
 
 
 def _hash_threefry(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
