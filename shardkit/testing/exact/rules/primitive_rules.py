@@ -177,8 +177,8 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-# What may be done with the bits of a float as an integer, beside moving them. Their words have neither size nor sign, so
-# a cast, an order or a product would be another one than in floats.
+# What may be done with the bits of a float as an integer, beside moving them. Their words have neither size nor sign,
+# so a cast, an order or a product would be another one than in floats.
 _OF_BITS = {"bitcast_convert_type", "eq", "ne", "select_n", "add", "sub", "reduce_sum", "scatter", "scatter-add"}
 
 
