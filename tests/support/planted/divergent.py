@@ -397,6 +397,14 @@ def _while_with_halo(use: Callable[[Any, Any], Any]) -> Callable[[jax.Array], ja
     return lambda x: lax.while_loop(lambda carry: carry[0] < 3, body, (0, x, x))[1]
 
 
+@jax.custom_vjp
+def _ignore_second(x: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+_ignore_second.defvjp(lambda x, other: (jnp.tanh(x), x), lambda x, cotangent: (cotangent, jnp.zeros_like(x)))
+
+
 def _neighbours_piece(x: jax.Array) -> jax.Array:
     return sk.all_gather(x[None], "model")[(sk.axis_index("model") + 1) % 4]
 
@@ -621,6 +629,12 @@ WRONG = [
         "unread-message",
         on(lambda x: lax.cond(all_agree(x), lambda x: (x, _shifted(jnp.sin(x))), lambda x: (2 * x, x), x)[0]),
         on(lambda x: lax.cond(all_agree(x), lambda x: (x, _shifted(jnp.sin(x))), lambda x: (2 * x, x), x)[1]),
+    ),
+    Planted(
+        "a shift for a function with its own derivative, which ignores it",
+        "unread-message",
+        on(lambda x: _ignore_second(x, _shifted(x))),
+        on(lambda x: _ignore_second(_shifted(x), x)),
     ),
     Planted(
         "a ring that a kernel runs for nothing",
