@@ -42,8 +42,7 @@ from jax import lax
 
 from shardkit._arguments.checks import Axis, named, quoted
 from shardkit._jax.compat import bound, eval_shape, varying_axes
-from shardkit._jax.jaxprs import PLAN
-from shardkit.collectives import all_gather, axis_index, axis_size, shift, vary
+from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import row, split_microbatches, take_microbatch
@@ -53,6 +52,7 @@ from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
 from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
+from shardkit.pipelines.in_sequence import compute_in_sequence, count_layers, find_starts
 from shardkit.pipelines.ops import Branched, LoopState, Masked, Ops, Sums, write_slot
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
@@ -76,7 +76,7 @@ def build_grad_fn(
         # Leaves that are opened just before the loss; `_finish_gradient` takes their gradients back to the parts.
         opened = open_entries(params)
         if is_loss_alone():
-            means = dict(execution.compute_in_sequence(opened, batch, keys))
+            means = dict(compute_in_sequence(model, schedule, stages, opened, batch, keys))
             return means.pop("loss"), means, jax.tree.map(jnp.zeros_like, parts(params))
         sums = execution.sum_microbatches(opened, batch, keys, scale)
         stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
@@ -166,7 +166,7 @@ class Execution(NamedTuple):
         if not spread:
             shared = vary(shared, live)  # gradients stay unreduced until the step sums them
 
-        sizes = self._count_layers(layers)
+        sizes = count_layers(self.stages, self.schedule.devices, layers)
         inputs = self._arrange_inputs(layers, sizes, (batch, keys))
         zero = vary(jnp.int32(0), live)
         common = None
@@ -196,72 +196,6 @@ class Execution(NamedTuple):
         executor = Executor(table, ops, live or None, wraps)
         return executor.run(jax.tree.leaves(parts(inputs.stacks)), device)
 
-    def compute_in_sequence(self, params: Any, batch: Any, keys: Any) -> Mapping[str, Mean]:
-        """The means of these examples as one microbatch: embedding, one stage after the other, and head.
-
-        Every device computes all of it, as one device would. The first call of a step asks for it: whether the loss of
-        a microbatch adds over its examples does not depend on the schedule.
-
-        Cost: an all_gather of the stack over the pipe axis.
-        """
-        where = self.model.where
-        names = bound(where, self.stages.axis)
-        live = live_axes(where, names, *jax.tree.leaves(params))
-        spread = self.stages.spread is not None and bool(live)
-        shared = unseal_handles(dict(params))
-        layers = shared.pop(self.stages.stack)
-        sizes = self._count_layers(layers)
-        owner = None
-        if spread:
-            owner = device_of(len(sizes) - 1, self.schedule.devices, self.schedule.placement)
-        else:
-            shared = vary(shared, live)
-
-        gather = partial(self._gather_stages, axes=live)
-        with jax.named_scope(PLAN):
-            stacks = jax.tree.map(gather, layers)
-        starts = jnp.asarray(_find_starts(sizes))
-        counts = jnp.asarray(sizes, jnp.int32)
-        stages = vary((stacks, starts, counts), live)
-        layers, start, count = row(stages, 0)
-        common = PieceArguments(layers, start, count, batch, keys)
-        args = vary(common, live)
-        if not spread:
-            common = args
-        pieces = Pieces(self.model, shared, args, live, min(sizes), common, owner)
-
-        def run_stage(x: list[jax.Array], stage: Any) -> tuple[list[jax.Array], None]:
-            layers, start, count = stage
-            return pieces.stage(args._replace(layers=layers, number=start, count=count), x), None
-
-        y, _ = lax.scan(run_stage, pieces.embed(shared, common), stages)
-        means: Mapping[str, Mean] = pieces.head(shared, common, y)
-        return means
-
-    def _gather_stages(self, leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """A leaf of the stack as `[stages, layers, ...]` on all devices.
-
-        Worked example: two devices with two chunks each, in a loop. Device by device and chunk by chunk the stages are
-        0, 2, 1, 3; rows 0, 2, 1, 3 of that are the stages in their order.
-        """
-        devices = self.schedule.devices
-        chunks = self.schedule.chunks
-        if axes:
-            leaf = all_gather(leaf, axes)
-        stages = leaf.reshape(devices * chunks, -1, *leaf.shape[1:])
-        order = []
-        for stage in range(devices * chunks):
-            device = device_of(stage, devices, self.schedule.placement)
-            order.append(device * chunks + stage // devices)
-        return stages[np.array(order)]
-
-    def _count_layers(self, layers: Any) -> tuple[int, ...]:
-        """How many layers each stage of the model has."""
-        if self.stages.layers_per_stage:
-            return self.stages.layers_per_stage
-        rows = jax.tree.leaves(layers)[0].shape[0]
-        return self.stages.layers_of(rows * self.schedule.devices)
-
     def _arrange_inputs(self, layers: Any, sizes: tuple[int, ...], examples: Any) -> _DeviceInputs:
         """Layers by chunk, and batch and keys by microbatch."""
         chunks = self.schedule.chunks
@@ -271,7 +205,7 @@ class Execution(NamedTuple):
 
         microbatches = split_microbatches(examples, self.schedule.microbatches)
         stacks = jax.tree.map(reshape_by_chunk, layers)
-        return _DeviceInputs(stacks, microbatches, _find_starts(sizes), np.array(sizes, np.int32))
+        return _DeviceInputs(stacks, microbatches, find_starts(sizes), np.array(sizes, np.int32))
 
     def _check(self, names: tuple[str, ...], params: Any, examples: Any) -> None:
         """Refuses a mesh, parameters or examples that the schedule does not fit."""
@@ -326,12 +260,6 @@ class Execution(NamedTuple):
             stacklevel=4,
         )
         return None
-
-
-def _find_starts(sizes: Sequence[int]) -> np.ndarray:
-    """The index of the first layer of each stage: 0, 1, 3 of stages with 1, 2 and 2 layers."""
-    ends = np.cumsum(sizes)
-    return np.concatenate([[0], ends[:-1]]).astype(np.int32)
 
 
 class Executor(NamedTuple):
