@@ -181,7 +181,7 @@ def test_what_a_device_computes_and_sends(name, kind, each):
     assert LAYERS * (split[0] - split[1]) == alone[0] - alone[1] > 0
     init, step = sk.make_train_step(grad_of(), optimizer, mesh=mesh, plan=plan)
     rows = sk.census(step, init(PARAMS, KEY), BATCH).select(kind=kind)
-    rows = [row for row in rows if "muon.py" in row.source]
+    rows = [row for row in rows if "owners.py" in row.source]
     elements = 8 * 2 * (D * H * K + D * F)  # of eight layers, two of which are zeros
     assert sum(row.sent for row in rows) == each * 4 * elements // 8 * 7 // 8
 
