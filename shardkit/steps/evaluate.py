@@ -28,8 +28,9 @@ from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_storage, pad_leaves
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
-from shardkit.steps.examples import Examples, Mixed, find_mixed, read_traces
+from shardkit.steps.examples import Examples, read_traces
 from shardkit.steps.first_call import warn_of_metrics
+from shardkit.steps.mixed_examples import Mixed, find_mixed
 from shardkit.steps.state import TrainState, call_initializer, is_initializer
 from shardkit.steps.state_layouts import attach_shardings, shardings
 

@@ -20,7 +20,8 @@ from shardkit.plans.axis_types import change_axis_types, set_auto_mesh
 from shardkit.plans.manual import record_automatic_splits
 from shardkit.plans.storage import unpadded
 from shardkit.steps.carry import Carried, first_carried
-from shardkit.steps.examples import Examples, Mixed, Readings, WrongProgramError, find_mixed, read_traces
+from shardkit.steps.examples import Examples, Readings, WrongProgramError, read_traces
+from shardkit.steps.mixed_examples import Mixed, find_mixed
 from shardkit.steps.state import TrainState
 from shardkit.steps.train import TrainProgram
 from shardkit.steps.whole_batch import (
