@@ -101,6 +101,7 @@ class Config:
         """F, the width of the feed-forward layers."""
         # SwiGLU has three matrices where an MLP of width 4 D has two: with two thirds of the width they have as many
         # weights. A multiple of 32, so that devices and tiles divide it.
+        # For D = 128 that is 341.3, and so 352.
         return self.hidden or 32 * math.ceil(8 * self.dim / 3 / 32)
 
 
@@ -180,6 +181,7 @@ def logical_axes(config: Config) -> Any:
         "mlp_norm": ("layers", "embed"),
     }
     if config.experts:
+        # Names of their own, so that rules split the hidden width of dense layers and leave experts whole.
         layers["experts"] = {
             "gate": ("layers", "experts", "expert_embed", "expert_hidden"),
             "up": ("layers", "experts", "expert_embed", "expert_hidden"),

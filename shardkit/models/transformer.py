@@ -226,6 +226,7 @@ def _compute_loss(config: Config, axes: Axes, last: Any, stream: Stream, batch: 
     if config.experts:
         # The router's losses are means over tokens already. Times the weight of an example they become a part of the
         # total, which is divided by the weight of all examples in the end.
+        # Two examples of weights 3 and 1 with losses 0.2 and 0.6 add 0.2 * 3 + 0.6 * 1 = 1.2, which is 0.3 of the mean.
         router_loss_b = stream.losses @ jnp.array([config.balance, config.router_z])
         example_weight_b = jnp.sum(weights_bT.astype(jnp.float32), axis=1)
         mean = Mean(mean.total + jnp.sum(router_loss_b * example_weight_b), mean.weight)
@@ -237,6 +238,7 @@ def _take_local_tokens(axes: Axes, x: jax.Array, dim: int) -> jax.Array:
     """This device's tokens along a dim, if `sequence` splits them."""
     if not axes.sequence or axes.model is None:
         return x
+    # Of 16 tokens on 4 devices, device 2 has 8 to 11.
     size = x.shape[dim] // axis_size(axes.model)
     return jax.lax.dynamic_slice_in_dim(x, axis_index(axes.model) * size, size, dim)
 
@@ -273,6 +275,7 @@ def _run_layer(
     attention_keys = None
     mlp_keys = None
     if stream.keys is not None:
+        # Layer 3 folds 6 and 7, whichever stage runs it: no two dropouts of the model draw the same.
         attention_keys = fold_keys(stream.keys, 2 * number + 0)
         mlp_keys = fold_keys(stream.keys, 2 * number + 1)
     h_btD = rms_norm(stream.x, weights["attention_norm"], config.norm_epsilon)
@@ -354,6 +357,8 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     def reorder_and_call(params: Any, batch: Any, keys: jax.Array | None, **options: Any) -> Any:
         check_tokens(axes, _get_entry(batch, "tokens"))
         if axes.context is not None and axes.order == "zigzag":
+            # Here, where tokens and targets are 4 bytes each: within the layers it would be activations, D values each,
+            # in every layer and again in its backward pass.
             batch = zigzag(batch, axes.context, ulysses=axes.ulysses)
         return function(params, batch, keys, **options)
 

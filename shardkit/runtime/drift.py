@@ -125,6 +125,7 @@ def _find_minority(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh)
     """
     split_axes = all_axes(spec)
     other_dims = tuple(dim for dim, axis in enumerate(mesh.axis_names) if axis not in split_axes)
+    # Replicas are equal if each equals the smallest of them; above, [[5, 8], [5, 9], [5, 8]] against [[5, 8]].
     if (sums == sums.min(axis=other_dims, keepdims=True)).all():  # the usual case, on thousands of devices too
         return
     replicas: dict[tuple[int, ...], list[tuple[int, ...]]] = {}

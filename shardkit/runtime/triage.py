@@ -314,6 +314,7 @@ def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[N
     counts = by_device[..., 0]
     differing_axes = []
     for number in range(counts.ndim):
+        # [0] and not 0: the axis stays, of size 1, and all of its counts are compared with the first.
         if (counts != counts.take([0], axis=number)).any():
             differing_axes.append(number)
     firsts: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -47,6 +47,7 @@ def _count_moved_bytes(site: Site) -> int:
     """Bytes that change memory: of all devices together, and inside a shard_map of one."""
     moved = 0
     for before, after in zip(site.equation.invars, site.equation.outvars, strict=True):
+        # Inside jit a device_put may change the sharding alone, and stay in the memory of the devices.
         if _memory_space(before) != _memory_space(after):
             moved += size_of(after)
     return moved

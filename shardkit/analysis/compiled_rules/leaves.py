@@ -45,6 +45,7 @@ def _find_usable_axes(sharding: jax.sharding.NamedSharding, shard_shape: tuple[i
     named = all_axes(sharding.spec)
     axes = []
     for axis, n in sharding.mesh.shape.items():
+        # Each axis by itself, because the remedy names one: a shard [12] on data=4, model=6 could be split over either.
         divisible = [size for size in shard_shape if size and size % n == 0]
         if n > 1 and axis not in named and divisible:
             axes.append((axis, n))

@@ -69,6 +69,7 @@ def _describe_changes(name: str, old_kinds: _Kinds, new_kinds: _Kinds) -> list[s
 
 def _compiles_again(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call compiles anything, by jax's own events."""
+    # A step may be any callable, perhaps with several jits inside, so that there is no cache to ask for its size.
     compilations = 0
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -90,6 +91,7 @@ def _copy_arrays(args: Any) -> Any:
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
+        # A copy is as committed to its devices as the array was: jit compiles again for the other kind.
         if leaf.committed:
             return jax.device_put(leaf.copy(), leaf.sharding)
         return leaf.copy()

@@ -344,6 +344,7 @@ def _find_scatters_run_as_sums(before: _Tally, after: _Tally) -> tuple[list[Comp
         compiled_sums = after.get(sum_key, _NOTHING)
         # The compiled sums may send up to a tenth less, where they were merged with others.
         more_in_sums = compiled_sums.sent - sums.sent
+        # Of the 768 bytes above: 1,383 more in the sums are enough.
         if more_in_sums < 2 * missing_bytes * Fraction(9, 10):
             continue
         sent = _describe_bytes(2 * missing_bytes)

@@ -178,6 +178,7 @@ def direction(groups: Groups) -> int:
             up += 1
         elif target < source:
             down += 1
+    # A swap of two halves goes as often up as down: it is its own opposite, and either answer will do.
     if down > up:
         return -1
     return 1

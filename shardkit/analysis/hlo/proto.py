@@ -33,6 +33,7 @@ _CONVOLUTION_FIELDS = range(3, 13)
 _SPATIAL_DIMS = (6, 11, 12)
 
 # Bits of xla's PrimitiveType; a tuple (13), an opaque value and a token have none.
+# For example 11 is f32, 16 is bf16, 21 is s4.
 _BITS = {
     **dict.fromkeys((1, 2, 6, 19, 20, 23, 24, 25, 28, 29, 33), 8),
     **dict.fromkeys((3, 7, 10, 16), 16),
@@ -58,6 +59,7 @@ class Shape(NamedTuple):
         """Bytes of all arrays in it, without the padding of a layout."""
         size = sum(part.bytes for part in self.parts)
         if self.type in _BITS:
+            # In whole bytes: three elements of 4 bits have two.
             size += (self.size * _BITS[self.type] + 7) // 8
         return size
 
@@ -181,6 +183,7 @@ def read(proto: bytes, line: Callable[[Sequence[Frame]], str] = outside_kernels)
     """
     try:
         fields = message(proto)
+        # Fields: 1 is the name, 3 computations, 6 the id of the one that runs first, 7 the schedule, 17 stack frames.
         schedule = _read_schedule(message(fields.get(7, [b""])[0]))
         computations = {}
         for data in fields[3]:

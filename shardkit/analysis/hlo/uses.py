@@ -111,6 +111,7 @@ class Uses:
                 if callers:
                     waiting.append(_leave(value))
                 else:
+                    # -1: nothing reads it here. It is what its computation returns, of a loop the next carry.
                     yield CompiledUse(value, -1)
             for reader, position in self.readers(computation, instruction.id):
                 use = CompiledUse(Value(computation, reader, callers), position)
@@ -137,6 +138,8 @@ class Uses:
         callers = use.value.callers
         outer, fusion = callers[-1]
         elements = []
+        # A fusion of several results ends in tuple(%a, %b), position 0 and 1. What was %b inside is outside what
+        # get-tuple-element(%fusion), index=1 reads; what index=0 reads has nothing to do with it.
         for reader, _ in self.readers(outer, fusion.id):
             if reader.opcode == "get-tuple-element" and reader.tuple_index == use.position:
                 elements.append(Value(outer, reader, callers[:-1]))
@@ -162,6 +165,8 @@ class Uses:
     def find_maker(self, value: Value) -> Value:
         """The instruction that computed a value: behind moves, inside the fusion that returns it."""
         computation, instruction, callers = value
+        # An element of a tuple is an end: its operand is the whole tuple, as of a loop, and says not what became this
+        # element of it.
         if instruction.opcode in MOVES - {"get-tuple-element"} and instruction.operands:
             operand = computation.instructions[instruction.operands[0]]
             return self.find_maker(Value(computation, operand, callers))

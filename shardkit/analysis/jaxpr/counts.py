@@ -54,6 +54,7 @@ def of_loss(loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = N
         return sum(mean.total for mean in terms_of(loss))
 
     def compute_residuals(params: Any, *args: Any) -> Any:
+        # The backward function is a pytree, whose leaves are the arrays that the forward pass keeps for it.
         _, vjp = jax.vjp(lambda params: compute_total(params, *args), params)
         return vjp
 
@@ -136,8 +137,10 @@ def flops_of(equation: Any) -> int:
         lhs = equation.invars[0].aval.shape
         result = equation.outvars[0].aval.shape
         (contracted_dims, _), _ = equation.params["dimension_numbers"]
+        # [32, 64] by [64, 16]: each of 512 results adds 64 products. A batch dim is in the result, and so in the count.
         return 2 * math.prod(result) * math.prod(lhs[dim] for dim in contracted_dims)
     if name == "ragged_dot_general":  # each row with the matrix of its group, or each pair of rows
+        # [rows, k] by [groups, k, n]: 2 k n a row, however many groups there are.
         lhs, rhs = (v.aval.shape for v in equation.invars[:2])
         return 2 * math.prod(lhs) * int(rhs[-1])
     if name == "conv_general_dilated":
@@ -163,6 +166,7 @@ def _flops_of_convolution(equation: Any) -> int:
         )
     batch = result[numbers.out_spec[0]]
     features_out = result[numbers.out_spec[1]]
+    # The kernel's, not the input's: with feature_group_count g it has 1/g of them, and each result adds as many.
     features_in = rhs[numbers.rhs_spec[1]]
     return int(2 * pairs * batch * features_out * features_in)
 
@@ -191,6 +195,7 @@ def count_kept_bytes(jaxpr: Any, given: int) -> tuple[int, int]:
     _, depends = find_independent(jaxpr, given, len(jaxpr.outvars))
     residuals: dict[Any, bool] = {}  # a value that is a result twice is kept once
     for variable, other_arguments in zip(jaxpr.outvars, depends, strict=True):
+        # A backward pass that reads a parameter or the batch keeps nothing for that: they are there anyway.
         if not isinstance(variable, Literal) and variable not in jaxpr.invars:
             residuals[variable] = other_arguments
     copied = 0

@@ -16,6 +16,7 @@ from shardkit.analysis.rules.rule import Finding
 def draws(program: TracedProgram) -> Iterator[Finding]:
     """Random numbers that are equal on devices with different elements, as one dropout mask for all of them."""
     for block, equation in program.equations:
+        # What combines two arrays element by element: a mask multiplies or selects, noise is added.
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
             continue
         if block.context.backward or compat.in_backward(equation):  # shares of a gradient differ where values do not

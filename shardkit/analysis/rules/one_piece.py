@@ -104,6 +104,8 @@ def _takes_one(use: Use, dim: int, n: int) -> bool:
     operand = use.equation.invars[0]
     if use.name == "gather":
         indices = use.equation.invars[1]
+        # jnp.take(x, i, 0) is a gather of one slice, with indices [1]; x[[0, 3]] is one of two slices, with indices
+        # [2, 1], and takes more than a piece. x[i] is a dynamic_slice.
         many_slices = math.prod(indices.aval.shape[:-1]) > 1
         if many_slices or use.equation.params["dimension_numbers"].start_index_map != (dim,):
             return False
@@ -121,4 +123,6 @@ def _takes_own(use: Use, dim: int, n: int, axes: tuple[str, ...]) -> bool:
     shape[dim] //= n
     if list(use.equation.params["slice_sizes"]) != shape:
         return False
+    # A start as axis_index * rows varies over the axes: each device takes another piece. A start that does not is one
+    # piece for all of them.
     return set(axes) <= use.block.state(starts[dim]).varies

@@ -34,6 +34,7 @@ def _find_hidden_differences(block: Block) -> Iterator[Finding]:
     type that is invariant over "data", so does the cond, and out_specs P() is accepted.
     """
     for number, (out, spec) in enumerate(zip(block.jaxpr.outvars, block.owner.params["out_specs"], strict=True)):
+        # One predicate may differ along several axes, as `axis_index("data") + axis_index("model") == 0`: one finding.
         axes_of_line: dict[str, list[str]] = {}
         for axis, line in sorted(block.state(out).hidden):
             if axis not in all_axes(spec):
@@ -50,6 +51,7 @@ def _find_hidden_differences(block: Block) -> Iterator[Finding]:
 
 def _find_unreduced(block: Block) -> Iterator[Finding]:
     """Results that differ along an axis that out_specs do not name, where no type would show it."""
+    # Who calls jax.pmap has written no out_specs, and cannot turn check_vma on.
     if block.context.mapped:
         return
     for number, (out, spec) in enumerate(zip(block.jaxpr.outvars, block.owner.params["out_specs"], strict=True)):

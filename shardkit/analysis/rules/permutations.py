@@ -91,6 +91,8 @@ def _is_open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bo
     n = math.prod(shape)
     # Over several axes a shift may count the devices in any order of them.
     for order in itertools.permutations(range(len(shape))):
+        # Of shape (2, 4) in the order (1, 0) the places have the devices 0, 4, 1, 5, 2, 6, 3, 7: the pairs (0, 4) and
+        # (4, 1) are both steps of 1.
         devices = np.arange(n).reshape(shape).transpose(order).ravel()  # the device at each place of this order
         place_of = np.argsort(devices)
         steps = {int(place_of[target] - place_of[source]) for source, target in pairs}

@@ -163,6 +163,7 @@ def _list_lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()
         for name, value in equation.params.items():
             if _is_simple(value):
                 params.append((name, _describe_value(value)))
+        # With the path, because a psum in one branch and the same psum in the other, or behind the cond, differ.
         yield _Line((path, equation.primitive.name, operands, tuple(sorted(params))), equation)
         inner_programs = zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
         for number, ((name, inner_jaxpr), inner_constants) in enumerate(inner_programs):

@@ -152,6 +152,7 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
                 return results
 
             inputs = {path: arrays.pop(path) for path in part if path in arrays}
+            # Waited for, so that what this group was made of is freed before the next one takes memory.
             restored |= jax.block_until_ready(jax.jit(restore, out_shardings=shardings)(inputs))
     in_order = {}
     for path in leaves:
@@ -214,6 +215,8 @@ def _find_other_rows(path: str, x: Any, records: Records) -> int | None:
 
 def _choose_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The layout in which to read another number of rows: split over the same axes, by rows or along another dim."""
+    # Residuals [3, 8] of three devices, to be read on "data" of 2: 2 does not divide 3 rows, but it divides 8, so that
+    # each device reads [3, 4]. If no dim divides, each reads all.
     entries = [*spec_axes(sharding.spec), *[()] * len(shape)][: len(shape)]
     axes = entries[0]
     entries[0] = ()

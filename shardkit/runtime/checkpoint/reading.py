@@ -243,6 +243,8 @@ class _Part:
         chunk = self._stored.chunk_layout.read_chunk.shape or ()  # None of a scalar
         for box, buffer in self._buffers.items():
             start = [first for first, _ in box]
+            # With the indices of the whole array: the first row of a buffer of rows 2 and 3 is row 2 there, so that one
+            # slice names a piece in both.
             target = tensorstore.array(buffer)[tensorstore.d[:].translate_to[start]]
             ranges = []
             for (first, stop), size in zip(box, chunk, strict=True):

@@ -107,6 +107,7 @@ class DistributedConfig:
         nodes = self.num_nodes
         devices = self.devices_per_process
         if self.num_processes_per_node is None:
+            # Rounded down: of 10 devices on 4 nodes 2 for each, whose product is 8 and is refused below.
             self._set("num_processes_per_node", self.world_size // (nodes * devices))
         processes = self.num_processes_per_node or 0
         product = nodes * processes * devices

@@ -104,6 +104,7 @@ def from_process_local(
                 f"{name} has {rows} rows for {mine} of {pieces} parts. Pass another number of rows, or pad with "
                 "examples of weight 0."
             )
+        # 6 rows of a process that has 2 of 8 parts: 3 rows a part, 24 in all.
         batch = rows // mine * pieces
     rows_here = local_rows(batch, mesh, spec)
     for name, rows in rows_of_leaves.items():

@@ -169,6 +169,8 @@ class _Rows:
         return batches * len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
+        # In the example above, process 1 has rows 4 to 7 of a batch of 8: its index 5 is row 5 of the batch after the
+        # first, the sample 16 + 8 + 5 = 29.
         batch, row = divmod(index, len(self._rows))
         number = self._position + batch * self._batch + int(self._rows[row])
         try:
