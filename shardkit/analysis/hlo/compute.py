@@ -27,6 +27,9 @@ from shardkit.cost.links import Group, link_of_group
 
 # Instructions that are names of values: the compiler gives them no code, or it runs once before the step.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
+# Custom calls that are names too: memory that nothing writes yet (`lax.empty`), and one name for the slices of an array
+# that asynchronous copies brought onto the chip beside each other.
+_FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast")
 _SLICES = {"dynamic-slice", "slice", "gather"}  # they read of their first operand as much as they return
 # Targets of custom calls into libraries and kernels. Their FLOPs are nowhere in the program: reports count the calls.
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
@@ -120,7 +123,7 @@ class ModuleWork:
     def of(self, computation: proto.Computation, instruction: proto.Instruction) -> Work:
         """The work of one instruction, a loop with all its iterations; an unknown length counts once."""
         opcode = instruction.opcode
-        if opcode in _FREE or _moves_data(instruction):
+        if opcode in _FREE or instruction.target in _FREE_TARGETS or _moves_data(instruction):
             return NO_WORK
         if opcode == "while":
             times, _ = trip_count(self.module, computation, instruction, {})
@@ -193,11 +196,19 @@ class ModuleWork:
             for number, operand in enumerate(user.operands):
                 if operand != value.id:
                     continue
-                if user.opcode == "bitcast":
+                if self._is_renaming(user):
                     size += self._bytes_read_inside(fused, user)
                 else:
                     size += self._bytes_read(fused, user, number)
         return size
+
+    def _is_renaming(self, instruction: proto.Instruction) -> bool:
+        """Whether an instruction only gives a value another shape: the TPU's compiler puts bitcasts of the operands of
+        a matmul into fusions of their own, inside the matmul's."""
+        if instruction.opcode != "fusion":
+            return instruction.opcode == "bitcast"
+        fused = self.module.computations[instruction.calls[0]]
+        return all(part.opcode in ("parameter", "bitcast") for part in fused.instructions.values())
 
 
 def _bytes_written(module: proto.Module, computation: proto.Computation, instruction: proto.Instruction) -> int:
