@@ -27,18 +27,14 @@ TOKENS, WIDTH, HIDDEN = 8192, 4096, 32768
 SPECS = (P("model"), P(None, "model"), P("model"))  # tokens, columns, rows
 
 
-def step(form: str, chip: str, tokens: int, width: int, hidden: int) -> tuple[Any, tuple[Any, ...]]:
-    """Result and gradients of the block from (x, w_up, w_down, cotangent), and the shapes of these.
-
-    A mesh without devices does not tell their chip, by which "auto" would choose: its links are given.
-    """
-    impl: Any = sk.cost.links(chip) if form == "auto" else form
+def step(form: Any, tokens: int, width: int, hidden: int) -> tuple[Any, tuple[Any, ...]]:
+    """Result and gradients of the block from (x, w_up, w_down, cotangent), and the shapes of these."""
     mesh = sk.abstract_mesh(model=8)
     tokens_split, columns_split, rows_split = (NamedSharding(mesh, spec) for spec in SPECS)
 
     def explicit(x_tD: jax.Array, w_Df: jax.Array, w_fD: jax.Array) -> jax.Array:
-        h_Tf = jax.nn.gelu(sk.all_gather_matmul(x_tD, w_Df, "model", impl=impl))
-        return sk.matmul_reduce_scatter(h_Tf, w_fD, "model", impl=impl)
+        h_Tf = jax.nn.gelu(sk.all_gather_matmul(x_tD, w_Df, "model", impl=form))
+        return sk.matmul_reduce_scatter(h_Tf, w_fD, "model", impl=form)
 
     def automatic(x_TD: jax.Array, w_DF: jax.Array, w_FD: jax.Array) -> jax.Array:
         h_TF = jax.lax.with_sharding_constraint(jax.nn.gelu(x_TD @ w_DF), columns_split)
@@ -62,7 +58,7 @@ def report(
     form: str, topology: str = "v5e:2x4", *, tokens: int = TOKENS, width: int = WIDTH, hidden: int = HIDDEN
 ) -> Any:
     """The compiled block."""
-    return sk.aot.compile(*step(form, topology.partition(":")[0], tokens, width, hidden), topology=topology)
+    return sk.aot.compile(*step(form, tokens, width, hidden), topology=topology)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

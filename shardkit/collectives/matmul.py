@@ -9,14 +9,13 @@ accumulated in float32 and sent in the dtype of the operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import cost
 from shardkit._arguments.checks import Axis, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends, compat
@@ -25,9 +24,10 @@ from shardkit.collectives._sums import save_as_dot, wide, wide_zeros
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import gather_array, scatter_array
 from shardkit.collectives.permute import shift_array
-from shardkit.cost import Links
+from shardkit.cost import Links, matmul_forms
 from shardkit.cost.crossovers import ring_from
-from shardkit.cost.hardware import chip_of
+from shardkit.cost.hardware import Chip, chip_of
+from shardkit.cost.matmul_forms import Forms, Matmul
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"] | Links
 _Names = tuple[str, ...]
@@ -46,11 +46,12 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
         axis: axis name or tuple of names.
         impl: "gather": one all_gather, then one matmul. "ring": tokens go one way, in n-1 hops. "bidirectional": half
             of the tokens go each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
-            down. A `cost.Links` chooses: "ring" if a hop takes no longer than the matmul of its tokens with all columns
-            (`ring_from`); else "bidirectional" if a hop takes no longer than two matmuls, over 3 devices or more;
-            else "gather". "auto" chooses the same way, by `cost.links` of the chip that you trace for; `aot.compile`
-            and `audit(target=)` trace for their topology. It chooses "gather" for a chip that `cost.chips` does not
-            have, such as CPUs, and for meshes without devices.
+            down. "auto" takes what is fastest on the chip that you trace for, by the closed forms of
+            `cost/matmul_forms.py`, in the forward and in the backward pass each; `aot.compile` and `audit(target=)`
+            trace for their topology. It takes "gather" for a chip that `cost.chips` does not have, such as CPUs, and
+            for meshes without devices. A `cost.Links` chooses by links that you measured: "ring" if a hop takes no
+            longer than the matmul of its tokens with all columns (`ring_from`); else "bidirectional" if a hop takes no
+            longer than two matmuls, over 3 devices or more; else "gather".
 
     Returns:
         Array [..., T, ...] in the dtype of the operands, or a pytree of them like `w_Df`: a weight's column dims
@@ -82,8 +83,10 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
             )
     x, *weights = _check_operands(where, names, x_tD, *weights)
     columns = sum(math.prod(w.shape[1:]) for w in weights)
-    implementation = _choose_implementation(impl, names, x.size, columns, x.dtype)
-    products = _all_gather_matmul(x, tuple(weights), names, implementation)
+    width = x.shape[-1]
+    matmul = Matmul(axis_size(names), x.size // max(1, width), width, columns, x.dtype.itemsize)
+    forms = _choose_forms(impl, names, matmul, matmul_forms.all_gather_matmul_seconds)
+    products = _all_gather_matmul(x, tuple(weights), names, forms)
     return jax.tree.unflatten(tree, products)
 
 
@@ -99,7 +102,7 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
         impl: "gather": one matmul, then one reduce_scatter; its backward pass is one all_gather and two matmuls.
             "ring": sums are sent one way, in n-1 hops. "bidirectional": half of them each way (over two devices: as
             "ring"). The backward pass of both sends the gradient one way, beside two matmuls per hop. "auto" or a
-            `cost.Links`: the rule of all_gather_matmul, with f for the columns and the result for the tokens.
+            `cost.Links`: as for all_gather_matmul, with f for the columns and the result for the tokens.
 
     Returns:
         Array [..., t, D] in the dtype of the operands, to which each hop rounds. It varies over `axis` and over the
@@ -129,10 +132,11 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
         )
     divides(where, token_dim, h_Tf.shape[token_dim], names, axis_size(names))
     h, w = _check_operands(where, names, h_Tf, w_fD)
-    rows = math.prod(h.shape[: token_dim + 1]) // axis_size(names)
-    contracted = math.prod(w.shape[:-1])
-    implementation = _choose_implementation(impl, names, rows * w.shape[-1], contracted, h.dtype)
-    return _matmul_reduce_scatter(h, w, names, implementation)
+    n = axis_size(names)
+    tokens = math.prod(h.shape[: token_dim + 1]) // n
+    matmul = Matmul(n, tokens, w.shape[-1], math.prod(w.shape[:-1]), h.dtype.itemsize)
+    forms = _choose_forms(impl, names, matmul, matmul_forms.matmul_reduce_scatter_seconds)
+    return _matmul_reduce_scatter(h, w, names, forms)
 
 
 def _check_operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
@@ -149,33 +153,42 @@ def _check_operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.A
     return vary(list(arrays), tuple(sorted(axes)))
 
 
-def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: int, dtype: Any) -> str:
-    """The implementation for messages of this many elements: `impl`, or by the rule of all_gather_matmul."""
-    n = axis_size(names)
-    if n == 1:
-        return "gather"  # nothing is sent
+def _choose_forms(
+    impl: Impl, names: _Names, matmul: Matmul, find_seconds: Callable[[Matmul, Chip], matmul_forms.Seconds]
+) -> Forms:
+    """The forms of the forward and the backward pass: `impl`, or those that are the fastest for this matmul."""
+    gather = Forms("gather", "gather")
+    if matmul.n == 1:
+        return gather  # nothing is sent
+    if isinstance(impl, str) and impl != "auto":
+        return Forms(impl, impl)
+    if not matmul.tokens * matmul.width * matmul.columns:
+        return gather
     if isinstance(impl, Links):
-        links = impl
-    elif impl == "auto":
-        chip = chip_of(backends.device_kind())
-        if chip is None:
-            return "gather"
-        links = cost.links(chip)
-    else:
-        return impl
-    if not links.flops or not elements * columns:
+        form = _choose_by_links(impl, names, matmul)
+        return Forms(form, form)
+    chip = chip_of(backends.device_kind())
+    if chip is None or matmul_forms.is_mostly_latency(matmul, chip):
+        return gather
+    return find_seconds(matmul, chip).fastest()
+
+
+def _choose_by_links(links: Links, names: _Names, matmul: Matmul) -> str:
+    """The form for measured links: by whether the matmul of a message hides the next one."""
+    if not links.flops:
         return "gather"
     link = links.of(names)
-    message = elements * dtype.itemsize
-    if message >= ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize):
+    message = matmul.tokens * matmul.width * matmul.value_bytes
+    if message >= ring_from(link, matmul.columns, flops=links.flops, value_bytes=matmul.value_bytes):
         return "ring"
-    if n > 2 and message >= ring_from(link, columns, flops=links.flops, value_bytes=dtype.itemsize, ways=2):
+    both = ring_from(link, matmul.columns, flops=links.flops, value_bytes=matmul.value_bytes, ways=2)
+    if matmul.n > 2 and message >= both:
         return "bidirectional"
     return "gather"
 
 
-# The matmuls after their arguments are checked. `impl` is "gather", "ring" or "bidirectional"; operands vary over the
-# same axes.
+# The matmuls after their arguments are checked. Operands vary over the same axes. The forms are an argument that jax
+# does not differentiate: the forward pass reads `forms.forward`, the backward pass `forms.backward`.
 #
 # The ring of all_gather_matmul over three devices, with tokens x0, x1, x2 and this device's columns w. Device 0:
 #
@@ -188,14 +201,14 @@ def _choose_implementation(impl: Impl, names: _Names, elements: int, columns: in
 # the transpose: sums travel. To each sum a device adds its product for the tokens of the device that the sum goes to.
 
 
-def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: str) -> _Arrays:
+def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, forms: Forms) -> _Arrays:
     token_dim = x.ndim - 2
     n = axis_size(names)
     me = axis_index(names)
-    if impl == "gather":
+    if forms.forward == "gather":
         x_TD = gather_array(x, names, token_dim)
         return tuple(_dot(x_TD, w, 1) for w in ws)
-    directions = _choose_directions(impl, x.shape[token_dim], n)
+    directions = _choose_directions(forms.forward, x.shape[token_dim], n)
 
     def multiply(k: Any, messages: Sequence[jax.Array], products: _Arrays) -> _Arrays:
         for direction, rows in zip(directions, messages, strict=True):
@@ -227,12 +240,12 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: st
     return tuple(_merge_devices(product, token_dim) for product in products)
 
 
-def _all_gather_matmul_forward(x: jax.Array, ws: _Arrays, names: _Names, impl: str) -> Any:
+def _all_gather_matmul_forward(x: jax.Array, ws: _Arrays, names: _Names, forms: Forms) -> Any:
     # Calling the custom_vjp function here would hide its matmuls from the policies of jax.checkpoint.
-    return _all_gather_matmul_primal(x, ws, names, impl), (x, ws)
+    return _all_gather_matmul_primal(x, ws, names, forms), (x, ws)
 
 
-def _all_gather_matmul_backward(names: _Names, impl: str, residuals: Any, dys: _Arrays) -> Any:
+def _all_gather_matmul_backward(names: _Names, forms: Forms, residuals: Any, dys: _Arrays) -> Any:
     x, ws = residuals
     token_dim = x.ndim - 2
     n = axis_size(names)
@@ -247,7 +260,7 @@ def _all_gather_matmul_backward(names: _Names, impl: str, residuals: Any, dys: _
         assert dx is not None
         return dx
 
-    if impl == "gather":
+    if forms.backward == "gather":
         x_TD = gather_array(x, names, token_dim)
         dws = tuple(_outer(x_TD, dy, token_dim + 1) for dy in dys)
         return scatter_array(multiply_dx(dys).astype(x.dtype), names, token_dim), dws
@@ -284,14 +297,14 @@ def _all_gather_matmul_backward(names: _Names, impl: str, residuals: Any, dys: _
     return dx, tuple(dw.astype(x.dtype) for dw in dws)
 
 
-def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, impl: str) -> jax.Array:
+def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, forms: Forms) -> jax.Array:
     token_dim = h.ndim - w.ndim
     n = axis_size(names)
     me = axis_index(names)
-    if impl == "gather":
+    if forms.forward == "gather":
         return save_as_dot(scatter_array(_dot(h, w, w.ndim - 1), names, token_dim))
     h = _split_by_device(h, token_dim, n)
-    directions = _choose_directions(impl, h.shape[token_dim + 1], n)
+    directions = _choose_directions(forms.forward, h.shape[token_dim + 1], n)
 
     def multiply(k: Any, direction: _Direction) -> jax.Array:
         rows = _take_rows(h, token_dim, me - direction.by * (k + 1))
@@ -315,17 +328,17 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, imp
     return save_as_dot(jnp.concatenate(sums, token_dim))
 
 
-def _matmul_reduce_scatter_forward(h: jax.Array, w: jax.Array, names: _Names, impl: str) -> Any:
-    return _matmul_reduce_scatter_primal(h, w, names, impl), (h, w)
+def _matmul_reduce_scatter_forward(h: jax.Array, w: jax.Array, names: _Names, forms: Forms) -> Any:
+    return _matmul_reduce_scatter_primal(h, w, names, forms), (h, w)
 
 
-def _matmul_reduce_scatter_backward(names: _Names, impl: str, residuals: Any, dy: jax.Array) -> Any:
+def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any, dy: jax.Array) -> Any:
     h, w = residuals
     token_dim = h.ndim - w.ndim
     n = axis_size(names)
     me = axis_index(names)
     w_transposed = jnp.moveaxis(w, -1, 0)
-    if impl == "gather":
+    if forms.backward == "gather":
         dy_TD = gather_array(dy, names, token_dim)
         return _dot(dy_TD, w_transposed, 1), _outer(h, dy_TD, token_dim + 1)
     h = _split_by_device(h, token_dim, n)
@@ -363,9 +376,9 @@ class _Direction(NamedTuple):
     size: int
 
 
-def _choose_directions(impl: str, rows: int, n: int) -> list[_Direction]:
+def _choose_directions(form: str, rows: int, n: int) -> list[_Direction]:
     half = rows // 2
-    if impl == "ring" or n == 2 or not half:
+    if form == "ring" or n == 2 or not half:
         return [_Direction(1, 0, rows)]
     return [_Direction(1, 0, half), _Direction(-1, half, rows - half)]
 
