@@ -27,6 +27,8 @@ _GATHER_BESIDE_MATMULS = ("v5e", "tpu7x")
 _SCATTER_BESIDE_MATMULS = ("tpu7x",)
 # TPUs whose compilers send both messages of a hop beside both of its matmuls; others send them beside the second one.
 _MESSAGES_BESIDE_BOTH = ("v5e",)
+# TPUs whose compilers copy the float32 sum of the weights' gradients after the hops of all_gather_matmul's ring.
+_WEIGHT_SUM_COPIED = ("v6e",)
 
 
 class Matmul(NamedTuple):
@@ -84,6 +86,8 @@ def all_gather_matmul_seconds(matmul: Matmul, chip: Chip) -> Seconds:
     token_sum = times.partial_sum()
     weight_sum = times.weight_sum()
     ring = n * (token_sum + times.slices(2)) + hops * (weight_sum + times.addition()) + times.last_weight_sum()
+    if chip.name in _WEIGHT_SUM_COPIED:
+        ring += times.copy(times.widening * times.weights)
     backward = {
         "gather": 2 * times.whole() + times.scatter_passes() + times.gather_and_scatter_exposed(),
         "ring": ring + hops * times.wait_for_both(token_sum, weight_sum, 1.0) + times.loop_copies(),

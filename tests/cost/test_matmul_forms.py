@@ -62,6 +62,13 @@ def test_by_hand_on_an_h100():
     assert ring == pytest.approx(8 * (read + 2 * copy / 16))
 
 
+def test_by_hand_on_a_v6e():
+    """2048 tokens of width 8192, 7168 columns of 4 devices: compiled, the backward pass takes 2895 us, or 3084 us."""
+    matmul = Matmul(n=4, tokens=2048, width=8192, columns=7168, value_bytes=2)
+    times = matmul_forms.all_gather_matmul_seconds(matmul, cost.chips["v6e"])
+    assert times.backward == pytest.approx({"gather": 2895e-6, "ring": 3084e-6}, rel=0.02)
+
+
 def test_what_a_message_needs_to_be_more_than_latency():
     h100 = cost.chips["h100"]
     least = 3.4e-6 * 450e9
