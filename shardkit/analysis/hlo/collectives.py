@@ -128,16 +128,27 @@ class Reader:
         self.workload = ModuleWork(module, clock.compute)
         self.pairs = Pairs(module)
 
-    def rows(self, number: int, times: int | None, constants: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
-        """The rows of a computation that runs `times` times; `constants` are those in its parameter's tuple."""
+    def rows(
+        self,
+        number: int,
+        times: int | None,
+        constants: Mapping[int, int],
+        branch: str,
+        under_way: frozenset[int] = frozenset(),
+    ) -> Iterator[CompiledRow]:
+        """The rows of a computation that runs `times` times; `constants` are those in its parameter's tuple.
+
+        `under_way` are the channels of collectives that have started outside of it and end after it.
+        """
         computation = self.module.computations[number]
         instructions = list(computation.instructions.values())
-        pairings, unended = self.pairs.pair(computation)
+        pairings, unended = self.pairs.pair(computation, under_way)
         slots = [_Slot(self.workload.of(computation, instruction)) for instruction in instructions]
         for position, instruction in enumerate(instructions):
             if position not in pairings:
+                channels = under_way | _find_channels_under_way(pairings, position)
                 for call in self._calls(computation, instruction, times, constants, branch):
-                    yield from self.rows(*call)
+                    yield from self.rows(*call, channels)
                 continue
             pairing = pairings[position]
             if pairing is None:  # an asynchronous collective starts or continues here; its row stands at its end
@@ -309,8 +320,13 @@ class Pairs:
     def __init__(self, module: proto.Module):
         self.module = module
 
-    def pair(self, computation: proto.Computation) -> tuple[dict[int, Pairing | None], list[FoundCollective]]:
+    def pair(
+        self, computation: proto.Computation, under_way: frozenset[int] = frozenset()
+    ) -> tuple[dict[int, Pairing | None], list[FoundCollective]]:
         """The collectives of a computation, each asynchronous start paired with its end.
+
+        The compiler of TPUs lets a collective go on beside the matmuls of a loop: it starts before the loop, has copies
+        in the body, and ends after it. All of them have its channel.
 
         Returns:
             Pairings by the position of the instruction that ends them, None where one starts or continues; and the
@@ -327,6 +343,8 @@ class Pairs:
         for position, instruction in enumerate(computation.instructions.values()):
             collective = self.collective_of(computation, instruction)
             start = _find_start(instruction, start_of, started)
+            if start is None and collective is not None:
+                start = self._find_start_of_copy(collective, started)
             if start is not None and self._continues(instruction, collective, started[start][0]):
                 start_of[instruction.id] = start
                 pairings[position] = None
@@ -334,6 +352,8 @@ class Pairs:
                     pairings[position] = started.pop(start)
             elif collective is None:
                 continue
+            elif self._is_copy_of(collective, under_way):
+                pairings[position] = None
             elif self._starts(instruction):
                 started[instruction.id] = (collective, position)
                 start_of[instruction.id] = instruction.id
@@ -341,6 +361,20 @@ class Pairs:
             else:
                 pairings[position] = (collective, None)
         return pairings, [collective for collective, _ in started.values()]
+
+    def _find_start_of_copy(self, copy: FoundCollective, started: Mapping[int, Pairing]) -> int | None:
+        """The id of the started collective of which a fusion after a loop holds a copy, None without one."""
+        for number, (collective, _) in started.items():
+            if self._is_copy_of(copy, frozenset([collective.instruction.channel])):
+                return number
+        return None
+
+    def _is_copy_of(self, collective: FoundCollective, channels: frozenset[int]) -> bool:
+        """Whether a fusion holds a copy of a collective that one of these channels belongs to."""
+        channel = collective.instruction.channel
+        if collective.carrier.opcode != "fusion" or self._starts(collective.carrier):
+            return False
+        return channel > 0 and channel in channels
 
     def collective_of(self, computation: proto.Computation, instruction: proto.Instruction) -> FoundCollective | None:
         """The collective that an instruction is, starts or contains."""
@@ -399,6 +433,18 @@ class Pairs:
         copy = collective.instruction
         first = start.instruction
         return copy.opcode == first.opcode and copy.shape.dims == first.shape.dims and collective.groups == start.groups
+
+
+def _find_channels_under_way(pairings: Mapping[int, Pairing | None], position: int) -> frozenset[int]:
+    """The channels of the collectives that start before a position and end after it."""
+    channels = set()
+    for end, pairing in pairings.items():
+        if pairing is None:
+            continue
+        collective, start = pairing
+        if start is not None and start < position < end:
+            channels.add(collective.instruction.channel)
+    return frozenset(channels)
 
 
 def _find_start(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
-from shardkit.analysis.hlo.collectives import CompiledRow
+from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.compute import ModuleWork, Work
 from shardkit.analysis.hlo.differences import _find_scatters_run_as_sums, _Traffic, account, compiled
 from shardkit.analysis.hlo.report import report_of
@@ -164,6 +164,51 @@ def test_a_matmul_reads_operands_that_a_fusion_inside_it_only_renames():
     }
     work = ModuleWork(proto.Module("m", 0, computations, {}), lambda flops, size: 0.0).of_computation(0)
     assert work.bytes == rows.bytes + columns.bytes + result.bytes
+
+
+def test_a_collective_that_goes_on_beside_a_loop_is_one():
+    """The TPU compiler's all_gather of a backward pass, beside a ring: seven hops of copies were seven gathers."""
+    shard, whole = proto.Shape(11, (8,)), proto.Shape(11, (64,))
+    state = proto.Shape(13, (), (shard, whole))
+    given = proto.Instruction(id=0, opcode="parameter", shape=shard)
+    gather = proto.Instruction(id=1, opcode="all-gather", shape=whole, operands=(0,), channel=2)
+
+    def fused(number, target=""):
+        instructions = {0: given, 1: gather}
+        if target:
+            instructions[2] = proto.Instruction(id=2, opcode="custom-call", target=target, shape=state, operands=(1,))
+        return proto.Computation(number, "fused", len(instructions) - 1, instructions)
+
+    def carry(number, opcode, *operands, **more):
+        return proto.Instruction(id=number, opcode=opcode, operands=operands, **({"shape": state} | more))
+
+    length = {"known_trip_count": {"n": "7"}}
+    entry = {
+        0: given,
+        1: carry(1, "fusion", 0, calls=(1,)),
+        2: carry(2, "get-tuple-element", 1),
+        3: carry(3, "tuple", 2, 0),
+        4: carry(4, "while", 3, calls=(4, 5), config=length),
+        5: carry(5, "get-tuple-element", 4),
+        6: carry(6, "fusion", 5, calls=(3,), shape=whole),
+    }
+    body = {
+        0: proto.Instruction(id=0, opcode="parameter", shape=state),
+        1: carry(1, "get-tuple-element", 0),
+        2: carry(2, "fusion", 1, calls=(2,)),
+        3: carry(3, "tuple", 2, 0),
+    }
+    computations = [
+        proto.Computation(0, "entry", 6, entry),
+        fused(1, "AsyncCollectiveStart"),
+        fused(2),
+        fused(3, "AsyncCollectiveDone"),
+        proto.Computation(4, "body", 3, body),
+        proto.Computation(5, "condition", 0, {0: body[0]}),
+    ]
+    module = proto.Module("m", 0, {computation.id: computation for computation in computations}, {})
+    [row] = collectives_of(module, {"model": 8})
+    assert (row.kind, row.times, row.asynchronous) == ("all_gather", 1, True)
 
 
 # ---- chips and memory
