@@ -133,6 +133,8 @@ class KnownValues:
 
         Worked example: of `psum(x_f @ w_f, "tp")` the product x_f @ w_f is that of the reference " summed over 'tp'".
         """
+        # `made` has the numbers that equations on the mesh gave. Any other value is an input, which both programs have;
+        # or an integer or a mask, which the reference has unless it follows from a number that the reference lacks.
         if id(x) not in self.made:
             return None if self.follows_unknown(x) else ""
         if id(x) not in self._explanations:
@@ -285,7 +287,7 @@ class KnownValues:
                 continue
             [number] = missing
             x = other.operands[number]
-            if is_number(x) and digest_value(self.field, x) not in self._everywhere:
+            if is_number(x) and digest_value(self.field, x) not in self._digests_on_mesh:
                 return self.find_origin(operands[number], _SENT)
         return None
 
@@ -308,8 +310,11 @@ class KnownValues:
         return {digest(form) for form in self._list_unsummed(x, axes)}
 
     @cached_property
-    def _everywhere(self) -> set[bytes]:
-        """The digests of the arrays to which all values of the mesh may be put together."""
+    def _digests_on_mesh(self) -> set[bytes]:
+        """The digests of all arrays to which some value of the mesh may be put together.
+
+        A value of the reference whose digest is not among them is nowhere in the program on the mesh.
+        """
         digests: set[bytes] = set()
         for event in self.record.events:
             values = event.results

@@ -96,10 +96,12 @@ def take_first(field: Field, x: Operand, dim: int, what: str) -> Operand:
         return np.take(part, [0], lead + dim)
 
     first = move_operand(x, 0, take)
+    # No equation takes it, so that it is noted here of which constant it is a part.
     move_constant(field, x, first, lambda exact: move_operand(exact, 0, take))
     if isinstance(x, Exact):
         equal = find_equal(field, x, first)
     else:
+        # NaN equals no number, itself neither; all devices may have it.
         both_are_nan = (x != x) & (first != first)
         equal = (x == first) | both_are_nan
     if not equal.all():

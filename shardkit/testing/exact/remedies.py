@@ -122,6 +122,10 @@ class RemedyChoice:
         """The line on which other values go to another device, if the repaired value should go with them; else "".
 
         Values that are used together travel together: a gradient with its keys, a mask with its block.
+
+        Worked example: `mask = lengths > i` on line 3, `block = ppermute(block)` on line 5, and on line 6 both are
+        read. The mask is right if it goes to the next device, too: the mistake is at line 5, which sends the block
+        alone.
         """
         if remedy.exchange in ("travel", "arrival"):
             return self._find_route(remedy)

@@ -228,8 +228,11 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     y = to_number(field, y)
     if x.roots is not None and y.roots is not None and not _have_common_roots(x, y):
         # The terms of a sum have different products of roots, as in Q R, where columns of Q and rows of R have roots.
-        products = multiply(field, x.move(lambda part: part[..., None]), y.move(lambda part: part[..., None, :, :]))
-        return sum_dims(field, products, [len(products.shape) - 2])
+        # So each term is a number of its own: [..., m, k, 1] times [..., 1, k, n], of which the sum is over k.
+        left = x.move(lambda part: part[..., None])
+        right = y.move(lambda part: part[..., None, :, :])
+        terms = multiply(field, left, right)
+        return sum_dims(field, terms, [len(terms.shape) - 2])
     number = field.residues.matmul(x.number, y.number)
     # [..., m, 1] and [..., 1, n]: a sum has used up as many primes as the worst of its terms.
     used_of_rows = x.used[0].max(-1, keepdims=True, initial=0)
@@ -247,6 +250,8 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
         # [..., m, 1] and [..., 1, n]: the root of a row, or of a column, that all terms of its sums have.
         roots_of_rows = find_common_roots(x.roots_or_zeros, (-1,), keep=True)
         roots_of_columns = find_common_roots(y.roots_or_zeros, (-2,), keep=True)
+        # All terms of a sum have the same product of roots, so that the law of roots acts on the sum: with the roots g
+        # and h of a and b, the sum of c g d h is (sum of c d) g h, and the factor makes it a multiple of sqrt(a b).
         factor, roots, degree_of_factor = multiply_roots(field, roots_of_rows, roots_of_columns)
         if factor is not None:
             number = number * factor % field.residues.primes_of(number)

@@ -34,6 +34,7 @@ def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
     roots = None
     if x.roots is not None or y.roots is not None:
         roots = np.where(mask, x.roots_or_zeros, y.roots_or_zeros)
+    # A side of which no element is taken need not be a power: of `where(True, exp(x), y)` all elements are.
     is_power = (x.is_power or not mask.any()) and (y.is_power or bool(mask.all()))
     return Exact(number, facts, real, factor, degree, roots, is_power)
 

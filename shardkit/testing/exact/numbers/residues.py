@@ -113,11 +113,12 @@ class Residues:
             products = tree[-1]
             tree.append(products[:, ::2] * products[:, 1::2] % p)
 
-        # One inverse for each component, by Python's integers.
-        roots = []
+        # One inverse for each component, that of the product of all its numbers, by Python's integers.
+        inverses_of_all = []
         for value, prime in zip(tree[-1][:, 0], self.moduli, strict=True):
-            roots.append(pow(int(value), -1, int(prime)))
-        inverse: Any = np.array(roots, np.uint64)[:, None]
+            inverses_of_all.append(pow(int(value), -1, int(prime)))
+        inverse: Any = np.array(inverses_of_all, np.uint64)[:, None]
+        # On the way back a pair's inverse times one of its members is the inverse of the other.
         for products in reversed(tree[:-1]):
             pairs = np.empty_like(products)
             pairs[:, ::2] = inverse * products[:, 1::2] % p
@@ -187,6 +188,9 @@ class Residues:
 
         So are those below, where x itself has no meaning: a logarithm there would be computed for nothing.
 
+        Worked example, the way back of that of `exp`: x = (1, 9) modulo 5 and 11 is an exp, which has used up the
+        prime 5. 9 is 4**3 modulo 11, so that log(x) is (3, random).
+
         Args:
             x: [components, ...].
             used: [...], how many of the lowest primes each element has used up.
@@ -197,12 +201,16 @@ class Residues:
         used = used.reshape(-1)
         generators = self._generators[self.points :].tolist()
         for component, generator in enumerate(generators):
-            place = component // self.points
-            level = LEVELS - self.levels + place
+            # The component of the next prime, at the same point: there x says what the logarithm is here.
+            component_above = component + self.points
+            # The prime's number among those of this run, and its level in the whole tower.
+            number_of_prime = component // self.points
+            level = LEVELS - self.levels + number_of_prime
             prime = PRIMES[level]
             # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
             scale = np.uint64(pow(generator, -1, prime))
-            has_meaning = used <= place + 1
-            exponents = find_logarithms(level, arguments[component + self.points, has_meaning])
+            # Modulo the next prime x has a meaning if exps have used up no prime but this one and those below it.
+            has_meaning = used <= number_of_prime + 1
+            exponents = find_logarithms(level, arguments[component_above, has_meaning])
             logs[component, has_meaning] = exponents * scale % np.uint64(prime)
         return logs.reshape(x.shape)

@@ -235,20 +235,20 @@ class Devices:
         """
         dims = self._find_dims(axes)
 
+        # The shapes beside the lines are those of the worked example.
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
-            part, restore = self._merge_devices(part, first, dims)
+            part, restore = self._merge_devices(part, first, dims)  # [sender 4, 8, 3]
             # The dims of the devices are one now, so the dims of the array begin further left.
             start = 1 + lead - len(dims)
-            part = _split_dim(part, start + split, part.shape[0])
-            # [sender, ..., receiver, piece, ...] becomes [receiver, ..., sender, piece, ...].
-            part = np.swapaxes(part, 0, start + split)
+            part = _split_dim(part, start + split, part.shape[0])  # [sender 4, receiver 4, 2, 3]
+            part = np.swapaxes(part, 0, start + split)  # [receiver 4, sender 4, 2, 3]
             if not tiled:  # a piece has size 1, and the senders are a dim of the result
                 part = np.squeeze(part, start + split + 1)
                 part = np.moveaxis(part, start + split, start + to)
                 return restore(part)
-            part = np.moveaxis(part, start + split, start + to)
-            return restore(_merge_dims(part, start + to))
+            part = np.moveaxis(part, start + split, start + to)  # [receiver 4, 2, sender 4, 3]
+            return restore(_merge_dims(part, start + to))  # [receiver 4, 2, 12]
 
         return move_operand(x, len(self.axes), move)
 

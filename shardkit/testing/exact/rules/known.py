@@ -172,7 +172,8 @@ def _convert_elements(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     """Casts that lose nothing, and bits as another dtype of the same width; None for other primitives."""
     name = equation.primitive.name
     result = equation.outvars[0].aval
-    # A cast to bfloat16 keeps float32: rounding is not modelled.
+    # A cast to bfloat16 keeps float32: rounding is not modelled. One of float64 may round, and is left to jax; so is
+    # one to keys.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
         # A float may be too large for an integer, where numpy wraps and jax does not.
         is_rounded = operands[0].dtype.kind == "f" and jnp.issubdtype(result.dtype, jnp.integer)

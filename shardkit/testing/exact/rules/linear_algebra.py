@@ -223,8 +223,10 @@ def factor_singular(scope: Scope, equation: Any, a: Exact) -> list[Any]:
         return s, u, vt
 
     real_s, real_u, real_vt = apply_real_function(compute_svd, a, [(least,), left, right])
+    # All results are random functions of one word, which depends on every element of A: equal matrices have equal ones.
     word = hash_elements(field, "svd", _flatten_matrices(a))
     s = apply_matrix_function(field, "singular values", a, word, real_s, sign=1)
+    # The values descend, so that those behind the rank are zero: of a [3, 3] of rank 2 the last one.
     s = fill_zeros(field, s, np.arange(least) >= find_rank(field, a)[..., None])
     if not params["compute_uv"]:
         return [s]

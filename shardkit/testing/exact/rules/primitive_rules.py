@@ -197,17 +197,25 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
     rule = RULES.get(equation.primitive.name)
     if rule is None or _has_complex(equation):
         raise UnsupportedError(_describe_refusal(equation))
-    if scope.field.laws.numbers_of_bits and equation.primitive.name not in _OF_BITS:
-        for variable, operand in zip(equation.invars, operands, strict=True):
-            if _is_bits(variable, operand):
-                raise UnsupportedError(f"{equation.primitive.name} of the bits of floats")
+    _refuse_bits(scope, equation, operands)
     results = rule(scope, equation, *operands)
-    if not isinstance(results, list):
+    if not isinstance(results, list):  # most primitives have one result
         results = [results]
-    # A certificate names the first line with such a value: later ones follow from it.
+    # The first line with a value outside of a function's domain, as log(-1), is named by a certificate: such values of
+    # later lines follow from it.
     if not scope.field.notes.outside and any(_is_outside(x) for x in results):
         scope.field.notes.outside = scope.line(equation)
     return results
+
+
+def _refuse_bits(scope: Scope, equation: Any, operands: Sequence[Operand]) -> None:
+    """Refuses words of bits as operands of a primitive that would take them for numbers, as a product does."""
+    # Without a bitcast in the run so far there are no words to look for.
+    if not scope.field.laws.numbers_of_bits or equation.primitive.name in _OF_BITS:
+        return
+    for variable, operand in zip(equation.invars, operands, strict=True):
+        if _is_bits(variable, operand):
+            raise UnsupportedError(f"{equation.primitive.name} of the bits of floats")
 
 
 def _move_elements(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand] | None:

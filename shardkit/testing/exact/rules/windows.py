@@ -172,16 +172,16 @@ def _read_patches(scope: Scope, images: Exact, places: np.ndarray, example_group
     of the channels: one of the two numbers of groups is 1.
     """
     rank = scope.rank
-    windows, reads_of_window = places.shape
+    windows, reads = places.shape
     examples = images.shape[rank] // example_groups
     channels = images.shape[rank + 1] // feature_groups
     groups = example_groups * feature_groups
     # [*mesh, N, C, windows, elements of one]
-    reads = _read_windows(scope.field, _flatten(images, rank + 2), places, 0.0)
-    reads = _reshape(reads, rank, (example_groups, examples, feature_groups, channels, windows, reads_of_window))
+    elements = _read_windows(scope.field, _flatten(images, rank + 2), places, 0.0)
+    elements = _reshape(elements, rank, (example_groups, examples, feature_groups, channels, windows, reads))
     # Groups first, then examples and windows, then what a product sums over: channels and elements.
-    reads = _transpose(reads, rank, (0, 2, 1, 4, 3, 5))
-    return _reshape(reads, rank, (groups, examples * windows, channels * reads_of_window))
+    elements = _transpose(elements, rank, (0, 2, 1, 4, 3, 5))
+    return _reshape(elements, rank, (groups, examples * windows, channels * reads))
 
 
 def _find_convolved_places(
@@ -227,18 +227,19 @@ def _shape_as_result(scope: Scope, equation: Any, x: Exact) -> Exact:
 def add_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_window_sum."""
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    reads = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["add"])
-    return _shape_as_result(scope, equation, sum_dims(scope.field, reads, [scope.rank + 1]))
+    elements = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["add"])
+    return _shape_as_result(scope, equation, sum_dims(scope.field, elements, [scope.rank + 1]))
 
 
 def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
     """The product of the elements of each window, factor by factor."""
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    reads = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
+    # [*mesh, windows, elements of a window]: one element of all windows is a factor at a time.
+    elements = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
     dim = scope.rank + 1
-    product = reads.row(dim, 0)
-    for i in range(1, places.shape[1]):
-        product = multiply(scope.field, product, reads.row(dim, i))
+    product = elements.row(dim, 0)
+    for i in range(1, elements.shape[dim]):
+        product = multiply(scope.field, product, elements.row(dim, i))
     return _shape_as_result(scope, equation, product)
 
 

@@ -20,10 +20,12 @@ from shardkit.testing.exact.stablehlo.attributes import (
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 
 
-def _in_one_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule of a product whose operands a TPU's compiler left in floats of two dtypes, or wider than its result.
+def _unify_dtypes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule for operands of any floats, from one for operands of the same dtype, which is all that jax multiplies.
 
-    jax has no such product, so that it is one of float32, which is converted.
+    Worked example: a TPU's compiler leaves a product of bfloat16 with float32 whose result is a bfloat16. Both operands
+    become float32, their product is one of float32, and it is converted to bfloat16. A proof models no rounding, so
+    that this is the same product.
     """
 
     def apply(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
@@ -86,7 +88,7 @@ def _convolve(reader: BlockReader, operation: Any, x: Any, kernel: Any, dtype: A
 
 
 PRODUCT_RULES: dict[str, Callable[..., Any]] = {
-    "stablehlo.dot": _in_one_dtype(_dot),
-    "stablehlo.dot_general": _in_one_dtype(_dot_general),
-    "stablehlo.convolution": _in_one_dtype(_convolve),
+    "stablehlo.dot": _unify_dtypes(_dot),
+    "stablehlo.dot_general": _unify_dtypes(_dot_general),
+    "stablehlo.convolution": _unify_dtypes(_convolve),
 }
