@@ -49,15 +49,15 @@ def find_goal(record: Record, got: Operand) -> Goal:
     if number is None:  # an argument is returned as it is: no run reaches the goal
         return Goal(None, 0, 0)
     event = record.events[number]
-    call = event.place
-    times = sum(other.place is call for other in record.events[:number])
+    call = event.call
+    times = sum(other.call is call for other in record.events[:number])
     index = [x is got for x in event.results].index(True)
     return Goal((*call.key, len(call.axes)), times, index)
 
 
 def find_goal_of_devices(record: Record) -> Goal:
     """The end of a kernel, of which a result differs between devices: its shard_map, once for each of its results."""
-    entries = [event.place for event in record.events if event.place.primitive == "shard_map"]
+    entries = [event.call for event in record.events if event.call.primitive == "shard_map"]
     call = entries[-1]
     return Goal((*call.key, 0), len(call.equation.outvars) - 1, None)
 
@@ -192,7 +192,7 @@ class Previews:
     def __init__(self, field: Field, record: Record):
         self.field = field
         self.record = record
-        self._times = Counter(id(event.place.equation) for event in record.events)
+        self._times = Counter(id(event.call.equation) for event in record.events)
         self._signatures: dict[Any, set[Any]] = {}
 
     def add(self, call: Call, change: EquationChange) -> bool:

@@ -1,7 +1,7 @@
 """Inputs for which a comparison compares equal numbers, or goes another way: by solving an equation for one element.
 
 The difference of the compared numbers is mostly linear in one element of an input. So two runs, between which that
-element is moved, show for which value of the element the difference is zero.
+element is moved, show for which value of the element the difference is zero: that is a crossing.
 
 Worked example: `2 * x[0] < y[0] + 1` was compared at x[0] = 3, y[0] = 4, a difference of 1. With x[0] a sixteenth
 larger it is 1.125, so the slope is 2 and the zero at x[0] = 3 - 1 / 2 = 2.5. The next draw has x[0] = 2.5, where `<`
@@ -29,8 +29,8 @@ _STEP = 1 / 16  # an element is moved by this: a power of two, so that real valu
 _LARGEST = 1e6  # the largest value that an element gets
 _ANY = 0.5  # how often any comparison is chosen, although there are preferred ones
 _DIVISORS = 0.25  # how often a divisor is chosen in this case
-_NEXT = 0.5  # how often the new value lies between the root and the next root
-_APART = 1e-7  # roots that differ by less than this share may differ by rounding alone
+_NEXT = 0.5  # how often the new value lies between the crossing and the next one
+_APART = 1e-7  # crossings that differ by less than this share may differ by rounding alone
 _EXACTLY = 0.5  # how often a comparison gets equal numbers; else it goes one way or the other
 
 
@@ -117,22 +117,22 @@ class Crossings:
             after: the differences of the second run, in which the element is larger by a step.
             preferred: the places of comparisons of which one is chosen half of the time, if there is one.
         """
-        roots_by_place = self._find_roots(field, moved, before, after)
-        if not roots_by_place:
+        crossings_by_place = self._find_crossings(field, moved, before, after)
+        if not crossings_by_place:
             return None
-        place = self._choose_place(list(roots_by_place), preferred)
+        place = self._choose_place(list(crossings_by_place), preferred)
         self.crossed[place[:3]] += 1
         self._tie = None
-        # One element of the comparison, at random.
-        index, root = roots_by_place[place][self.rng.integers(len(roots_by_place[place]))]
+        # One element of the comparison, at random, and the value of the moved element at which it is zero.
+        index, crossing = crossings_by_place[place][self.rng.integers(len(crossings_by_place[place]))]
         if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
             self._tie = place[:3], index
-            number = _find_residues_of_root(field, moved, before.by_place[place], after.by_place[place], index)
-            return moved._replace(number=number, real=root)
-        roots = []
-        for elements in roots_by_place.values():
-            roots += [other for _, other in elements]
-        return moved._replace(real=self._choose_beyond(root, np.array(roots)))
+            number = _find_residues_of_crossing(field, moved, before.by_place[place], after.by_place[place], index)
+            return moved._replace(number=number, real=crossing)
+        crossings = []
+        for elements in crossings_by_place.values():
+            crossings += [other for _, other in elements]
+        return moved._replace(real=self._choose_beyond(crossing, np.array(crossings)))
 
     def _choose_place(self, candidates: Sequence[Any], preferred: Container[Any]) -> Any:
         """One of the comparisons: often a preferred one, and of these one that was solved for least often.
@@ -147,7 +147,7 @@ class Crossings:
         places = [place for place in places if self.crossed[place[:3]] == fewest]
         return places[self.rng.integers(len(places))]
 
-    def _find_roots(
+    def _find_crossings(
         self, field: Field, moved: Element, before: Differences, after: Differences
     ) -> dict[Any, list[tuple[int, float]]]:
         """For each comparison its elements that depend on the moved element, with the value at which each is zero.
@@ -155,43 +155,46 @@ class Crossings:
         Worked example: `x < y` of x [2] and y [2], of which x[0] is moved: {the place of `<`: [(0, 2.5)]}, because
         element 0 of the difference is zero at x[0] = 2.5, and element 1 does not depend on x[0].
         """
-        roots_by_place = {}
+        crossings_by_place = {}
         for place, first in before.by_place.items():
             second = after.by_place.get(place)
             if second is None or second.number.shape != first.number.shape:
                 continue
-            roots, is_known = _find_real_roots(field, moved, first, second)
+            crossings, is_known = _find_real_crossings(field, moved, first, second)
             indices = np.flatnonzero(is_known)
             if len(indices):
-                roots_by_place[place] = list(zip(indices.tolist(), roots.reshape(-1)[indices].tolist(), strict=True))
-        return roots_by_place
+                values = crossings.reshape(-1)[indices]
+                crossings_by_place[place] = list(zip(indices.tolist(), values.tolist(), strict=True))
+        return crossings_by_place
 
-    def _choose_beyond(self, root: float, others: np.ndarray) -> float:
-        """A value on one side of a root: between it and the next root, or farther away."""
+    def _choose_beyond(self, crossing: float, others: np.ndarray) -> float:
+        """A value on one side of a crossing: between it and the next one, or farther away."""
         direction = float(self.rng.choice([-1.0, 1.0]))
-        distances = (others - root) * direction
-        distances = distances[distances > _APART * (1 + abs(root))]
-        # Between two roots no comparison changes: a value there shows results that hold only in a narrow range.
+        distances = (others - crossing) * direction
+        distances = distances[distances > _APART * (1 + abs(crossing))]
+        # Between two crossings no comparison changes: a value there shows results that hold only in a narrow range.
         if len(distances) and self.rng.random() < _NEXT:
-            return root + direction * float(distances.min()) * self.rng.uniform(0.1, 0.9)
-        return root + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(root))
+            return crossing + direction * float(distances.min()) * self.rng.uniform(0.1, 0.9)
+        return crossing + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(crossing))
 
 
-def _find_real_roots(
+def _find_real_crossings(
     field: Field, moved: Element, first: Difference, second: Difference
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each element of a difference the value of the moved element at which it is zero, and where that is known.
 
-    Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, the root 2.5.
+    Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, the crossing 2.5.
     """
     slope = (second.real - first.real) / _STEP
-    root = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
+    crossing = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
     top = field.residues.top
     changes = (first.number[top] != second.number[top]).all(0)
-    return root, changes & first.asked & second.asked & (np.abs(root) < _LARGEST)
+    return crossing, changes & first.asked & second.asked & (np.abs(crossing) < _LARGEST)
 
 
-def _find_residues_of_root(field: Field, moved: Element, first: Difference, second: Difference, at: int) -> np.ndarray:
+def _find_residues_of_crossing(
+    field: Field, moved: Element, first: Difference, second: Difference, at: int
+) -> np.ndarray:
     """The residues of the moved element at which element `at` of a difference is zero, modulo each prime.
 
     Worked example, modulo 7 with a step of 1 in place of a sixteenth: the difference is 1 at 3 and 3 at 4, so that the

@@ -162,12 +162,12 @@ class _Difference:
         if number is None:
             return split
         events = self.values.record.events
-        call = events[number].place
+        call = events[number].call
         if call.primitive != "shard_map":
             return split
         # The interpreter tells of a shard_map's results one by one, in the order of their specs.
         specs = call.equation.params["out_specs"]
-        position = sum(event.place is call for event in events[:number])
+        position = sum(event.call is call for event in events[:number])
         spec = specs[position % len(specs)]
         sizes = call.equation.params["mesh"].shape
         for dim, names in enumerate(tuple(spec)[:rank]):

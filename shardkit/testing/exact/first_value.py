@@ -68,12 +68,12 @@ class FirstValue:
             return _begin(relation) + end
         # An equation may be right, and read a wrong value: then the mistake is where that value was made.
         source = self.values.find_misread(first)
-        if source is not None and source.line != first.place.line:
+        if source is not None and source.line != first.call.line:
             return (
-                f"{_begin(relation)}. The mistake is at {source.line}: {first.place} reads the {source.name} of that "
+                f"{_begin(relation)}. The mistake is at {source.line}: {first.call} reads the {source.name} of that "
                 "line where the reference has another value"
             )
-        sentence = f"The first value that the reference does not have is that of {first.place}"
+        sentence = f"The first value that the reference does not have is that of {first.call}"
         factor = relation or describe_factor(self.values, first)
         # Without a factor it is likelier that a mask or an integer is wrong, by which the equation chose.
         if not factor:
@@ -81,7 +81,7 @@ class FirstValue:
             if mask is not None:
                 return f". {sentence}, which reads {mask}"
         end = self._describe_partial_sum(first)
-        if relation and str(origin) != str(first.place):
+        if relation and str(origin) != str(first.call):
             end += f"; the result comes from {origin}"
         return f"{_begin(factor)}. {sentence}{end}"
 
@@ -107,7 +107,7 @@ class FirstValue:
         for event in self._list_entries(is_known):
             is_doubtful = self.doubts.get(event.number, 0.0) >= KNOWN
             # The line of a shard_map is the library's own.
-            if not is_doubtful and event.place.primitive != "shard_map":
+            if not is_doubtful and event.call.primitive != "shard_map":
                 entries.append(event)
         if not entries:
             return None
@@ -154,7 +154,7 @@ class FirstValue:
         event = self._find_maker(x)
         if event is None:
             return False
-        rank = len(event.place.axes)
+        rank = len(event.call.axes)
         return max(x.shape[:rank], default=1) > 1
 
     def _find_maker(self, x: Operand) -> Event | None:
@@ -177,8 +177,8 @@ class FirstValue:
         for x in event.operands:
             maker = self._find_maker(x)
             while not isinstance(x, Exact) and maker is not None:
-                if maker.place.primitive not in (*PASS, "select_n") and maker.operands:
-                    return maker.place
+                if maker.call.primitive not in (*PASS, "select_n") and maker.operands:
+                    return maker.call
                 numbers = self.record.find_makers(maker.operands)
                 maker = self.record.events[numbers[0]] if numbers else None
         return None
@@ -209,16 +209,16 @@ class FirstValueOfCompiled(FirstValue):
             if lost is not None:
                 end += f"; it is a sum without that of {lost}"
             return beginning + end
-        sentence = f"The first value that the reference does not have is that of {first.place}"
+        sentence = f"The first value that the reference does not have is that of {first.call}"
         lost = self._find_lost_sum_of(first)
         if lost is not None:
             return f"{beginning}. {sentence}, of a sum without that of {lost}{self._describe_loop(first)}"
         mask = self._find_mask(first)
         if mask is not None:
-            if mask.line != first.place.line:
+            if mask.line != first.call.line:
                 sentence += f", which reads {mask}"
             origin = self._find_integers(first, mask.line)
-            if origin is not None and origin.line != first.place.line:
+            if origin is not None and origin.line != first.call.line:
                 sentence += f", of integers from {origin}"
         return f"{beginning}. {sentence}{self._describe_partial_sum(first)}{self._describe_loop(first)}"
 
@@ -261,9 +261,9 @@ class FirstValueOfCompiled(FirstValue):
             event = self._find_maker(x)
             if event is None:
                 return None
-            place = self.values.find_sum(x, event.place.axes)
-            if place is not None or kind_of(event.place.equation):
-                return place
+            call = self.values.find_sum(x, event.call.axes)
+            if call is not None or kind_of(event.call.equation):
+                return call
             numbers = [operand for operand in event.operands if self._is_made(operand)]
             if not numbers:
                 return None
@@ -279,13 +279,13 @@ class FirstValueOfCompiled(FirstValue):
     def _describe_loop(self, event: Event) -> str:
         """The loop around an equation, or a few equations before it, in words; "" if there is none."""
         loops = self.record.loops
-        line = loops.get(id(event.place.equation), "")
+        line = loops.get(id(event.call.equation), "")
         if line:
-            return f", in the loop at {line}" if line != event.place.line else ""
+            return f", in the loop at {line}" if line != event.call.line else ""
         waiting = self.record.find_makers(event.operands)
         for number in itertools.islice(waiting, _MOST_BEHIND):
             maker = self.record.events[number]
-            line = loops.get(id(maker.place.equation), "")
+            line = loops.get(id(maker.call.equation), "")
             if line:
                 return f", of what the loop at {line} gives"
             waiting += self.record.find_makers(maker.operands)
@@ -297,8 +297,8 @@ class FirstValueOfCompiled(FirstValue):
         visited = set(waiting)
         for number in waiting:
             maker = self.record.events[number]
-            if maker.place.line != line and maker.operands and maker.place.primitive not in PASS:
-                return maker.place
+            if maker.call.line != line and maker.operands and maker.call.primitive not in PASS:
+                return maker.call
             for behind in self._find_makers_of_integers(maker):
                 if behind not in visited:
                     visited.add(behind)
@@ -315,8 +315,8 @@ def describe_factor(values: KnownValues, event: Event) -> str:
     forms: list[tuple[np.ndarray, str]] = []
     for x in event.results:
         if id(x) in values.made:  # a mask has no factor
-            forms += list_forms(values.field, x, event.place.axes)
-    for ratio, text in list_ratios(event.place.axes):
+            forms += list_forms(values.field, x, event.call.axes)
+    for ratio, text in list_ratios(event.call.axes):
         for form, words in forms:
             if digest(multiply_residues(form, 1 / ratio)) in values.known:
                 return f"it is {text} a value of the reference{words}"

@@ -156,7 +156,7 @@ class _Draw:
         is turned round beside it.
         """
         ends = self.plain.find_ends(changed)
-        names = {event.place.primitive for event in ends}
+        names = {event.call.primitive for event in ends}
         if not names & _CHOICES:
             return False
         choices, is_complete = self._find_turnable(self.plain.record, ends)
@@ -192,12 +192,12 @@ class _Draw:
         turnable: dict[int, Turned] = {}
         is_complete = True
         for event in ends:
-            if event.place.primitive not in _CHOICES:
+            if event.call.primitive not in _CHOICES:
                 continue
-            equations = [id(event.place.equation)]
+            equations = [id(event.call.equation)]
             masks = [x for x in event.operands if _is_mask(x)]
             for number in sorted(record.find_causes(masks, up_to=tuple(ORDERED))):
-                equations.append(id(record.events[number].place.equation))
+                equations.append(id(record.events[number].call.equation))
             compared = [equation for equation in equations if equation in self._parts]
             for equation in compared:
                 turnable[equation] = {(equation, part): EVERYWHERE for part in self._parts[equation]}
@@ -243,7 +243,7 @@ class _Run:
         times: Counter[Any] = Counter()
         events = {}
         for event in self.record.events:
-            key = (*event.place.key, len(event.place.axes))
+            key = (*event.call.key, len(event.call.axes))
             events[*key, times[key]] = event
             times[key] += 1
         return events

@@ -83,11 +83,11 @@ class KnownValues:
                 is_input = id(x) not in self.reference.maker
                 if is_input:
                     passed.add(id(x))
-            if event.place.primitive in _MOVES and passed.issuperset(map(id, event.operands)):
+            if event.call.primitive in _MOVES and passed.issuperset(map(id, event.operands)):
                 passed.update(map(id, event.results))
             for x in (*event.operands, *event.results):
                 if is_number(x):
-                    self._note_number(x, event.place.axes, is_passed=id(x) in passed)
+                    self._note_number(x, event.call.axes, is_passed=id(x) in passed)
 
     def _note_number(self, x: Operand, axes: Mapping[str, int], is_passed: bool) -> None:
         """Notes a number of the reference; `is_passed` says whether it is elements of inputs alone."""
@@ -123,7 +123,7 @@ class KnownValues:
                 if isinstance(x, Exact) and id(x) not in self.made:
                     self.known.add(digest_value(self.field, x))
             # A sum over devices may be a number without an input, as a count of tokens.
-            reduced = kind_of(event.place.equation)
+            reduced = kind_of(event.call.equation)
             for x in event.results:
                 if isinstance(x, Exact) or (reduced and is_number(x)):
                     self.made.setdefault(id(x), event)
@@ -142,10 +142,10 @@ class KnownValues:
         return self._explanations[id(x)]
 
     def _explain_number(self, x: Operand, event: Event) -> str | None:
-        passes_on = event.place.primitive in ("scan", "ppermute")
+        passes_on = event.call.primitive in ("scan", "ppermute")
         if passes_on and all(self.explain(operand) is not None for operand in event.operands):
             return ""
-        axes = event.place.axes
+        axes = event.call.axes
         residues = take_residues(self.field, x)
         if self.on_devices and _has_devices(residues, axes) and digest(_spread(residues, axes)) in self.on_devices:
             return ""
@@ -166,7 +166,7 @@ class KnownValues:
         """Whether the reference has an integer too, which a compiler may compute in another way."""
         if not self.field.compiled or x.dtype.kind not in "iu":
             return False
-        return self.describe_form(x, event.place.axes, self._integers) == ""
+        return self.describe_form(x, event.call.axes, self._integers) == ""
 
     def describe_form(self, x: Operand, axes: Mapping[str, int], known: Container[bytes]) -> str | None:
         """How a value of the mesh must be put together to be a known one."""
@@ -191,9 +191,9 @@ class KnownValues:
         Worked example: the reference has `y = psum(p, "tp")`. A value whose sum over 'tp' is y lacks that psum.
         """
         for form, words in list_forms(self.field, x, axes):
-            place = self._sums.get(digest(form))
-            if words and place is not None:
-                return place
+            call = self._sums.get(digest(form))
+            if words and call is not None:
+                return call
         return None
 
     @cached_property
@@ -201,11 +201,11 @@ class KnownValues:
         """What a reference with a shard_map of its own sums over devices, by digest."""
         sums: dict[bytes, Call] = {}
         for event in self.reference.events:
-            if kind_of(event.place.equation) != "all_reduce":
+            if kind_of(event.call.equation) != "all_reduce":
                 continue
             for x in event.results:
-                for form in self._list_unsummed(x, event.place.axes):
-                    sums.setdefault(digest(form), event.place)
+                for form in self._list_unsummed(x, event.call.axes):
+                    sums.setdefault(digest(form), event.call)
         return sums
 
     def _list_unsummed(self, x: Operand, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
@@ -231,7 +231,7 @@ class KnownValues:
 
     def _has_blocks(self, x: Operand, event: Event) -> bool:
         """Whether each device has a block of some value of the reference: of a ring, others in each round."""
-        rank = len(event.place.axes)
+        rank = len(event.call.axes)
         residues = take_residues(self.field, x)
         devices = residues.shape[1 : 1 + rank]
         shape = residues.shape[1 + rank :]
@@ -253,13 +253,13 @@ class KnownValues:
         No program for one device has it, but the scores are a block of those of the reference: m is local. And so is
         `exp(scores - m)`, which reads m and a block.
         """
-        if kind_of(event.place.equation) == "all_gather":
+        if kind_of(event.call.equation) == "all_gather":
             return all(self.is_of_blocks(x) for x in event.operands)
         if self._find_number(event) in self.near:
             return False
-        if max(event.results[0].shape[: len(event.place.axes)], default=1) == 1:
+        if max(event.results[0].shape[: len(event.call.axes)], default=1) == 1:
             return False  # all devices have the same
-        if event.place.primitive in _MIXES:
+        if event.call.primitive in _MIXES:
             return all(self.explain(x) is not None or self.is_of_blocks(x) for x in event.operands)
         unknown = [x for x in event.operands if self.explain(x) is None]
         return bool(unknown) and all(self.is_of_blocks(x) for x in unknown)
@@ -278,9 +278,9 @@ class KnownValues:
         operands = event.operands
         if len(operands) < 2 or len(event.results) != 1:
             return None
-        forms = [self._digest_forms(x, event.place.axes) for x in operands]
+        forms = [self._digest_forms(x, event.call.axes) for x in operands]
         for other in self.reference.events:
-            if other.place.name != event.place.name or len(other.operands) != len(operands):
+            if other.call.name != event.call.name or len(other.operands) != len(operands):
                 continue
             missing = self._list_missing(other.operands, forms)
             if len(missing) != 1:
@@ -319,10 +319,10 @@ class KnownValues:
         for event in self.record.events:
             values = event.results
             # Operands of a shard_map have other dims in front.
-            if event.place.primitive != "shard_map":
+            if event.call.primitive != "shard_map":
                 values = (*event.operands, *event.results)
             for x in filter(is_number, values):
-                digests |= self._digest_forms(x, event.place.axes)
+                digests |= self._digest_forms(x, event.call.axes)
         return digests
 
     def find_origin(self, x: Operand, passing: Sequence[str] = ()) -> Call | None:
@@ -330,8 +330,8 @@ class KnownValues:
         number = self.record.maker.get(id(x))
         while number is not None:
             event = self.record.events[number]
-            if event.place.primitive not in (*PASS, *passing):
-                return event.place
+            if event.call.primitive not in (*PASS, *passing):
+                return event.call
             number = next(iter(self.record.find_makers(event.operands)), None)
         return None
 
@@ -356,7 +356,7 @@ class KnownValues:
             operands: list[Operand] = []
             for number in known:
                 event = self.record.events[number]
-                if event.place.name not in _PARTS:
+                if event.call.name not in _PARTS:
                     operands += event.operands
             doubts.update(dict.fromkeys(known | self.record.find_causes(operands, _PARTS), doubt))
         return doubts
@@ -371,14 +371,14 @@ class KnownValues:
 
     def _is_known_on_all(self, event: Event) -> bool:
         """Whether the reference has the result of an equation, of all devices together."""
-        return self._varies(event) and self.describe_form(event.results[0], event.place.axes, self.computed) == ""
+        return self._varies(event) and self.describe_form(event.results[0], event.call.axes, self.computed) == ""
 
     def _is_known_on_one(self, event: Event) -> bool:
         """Whether the reference has the result that an equation gave on one of the devices."""
         if not self._varies(event):
             return False
         residues = take_residues(self.field, event.results[0])
-        rank = len(event.place.axes)
+        rank = len(event.call.axes)
         devices = np.ndindex(*residues.shape[1 : 1 + rank])
         return any(digest(residues[(slice(None), *device)]) in self.computed for device in devices)
 

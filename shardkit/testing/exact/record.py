@@ -32,13 +32,13 @@ class Event(NamedTuple):
 
     Attributes:
         number: its place in the order of the run.
-        place: the equation, and the operands and results of its first run.
+        call: the equation, and the operands and results of its first run.
         operands: the values that it read in this run.
         results: the values that it gave in this run.
     """
 
     number: int
-    place: Call
+    call: Call
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
 
@@ -79,7 +79,7 @@ class Record:
         around: str,
     ) -> None:
         call = Call(equation, around, axes, operands, results)
-        # Rounds of a loop are one place, with the operands of the first.
+        # Rounds of a loop are one call, with the operands of the first.
         call = self._calls.setdefault((*call.key, len(axes)), call)
         for x in results:
             if not any(x is operand for operand in operands):
@@ -144,7 +144,7 @@ class Record:
                 continue
             numbers.add(number)
             event = self.events[number]
-            if event.place.primitive not in up_to:
+            if event.call.primitive not in up_to:
                 waiting += self.find_makers(event.operands)
         return numbers
 
@@ -157,7 +157,7 @@ class Record:
         readers: set[int] = set()
         passing: set[int] = set()
         for number, event in enumerate(self.events):
-            name = event.place.primitive
+            name = event.call.primitive
             reads = not passing.isdisjoint(self.find_makers(event.operands))
             if reads:
                 readers.add(number)
@@ -170,7 +170,7 @@ class Record:
         """The numbers of the events that follow from an equation of this name."""
         numbers: set[int] = set()
         for number, event in enumerate(self.events):
-            if event.place.name == name or not numbers.isdisjoint(self.find_makers(event.operands)):
+            if event.call.name == name or not numbers.isdisjoint(self.find_makers(event.operands)):
                 numbers.add(number)
         return numbers
 

@@ -46,8 +46,8 @@ class RemedyChoice:
         # Only the events from which the result follows: a gradient has collectives on the lines of its casts.
         for number in values.record.find_causes([got]):
             event = values.record.events[number]
-            if kind_of(event.place.equation):
-                self._lines_of_collectives.add(event.place.line)
+            if kind_of(event.call.equation):
+                self._lines_of_collectives.add(event.call.line)
 
     def find(self) -> list[Remedy]:
         """The repairs that make the result right."""
@@ -62,37 +62,37 @@ class RemedyChoice:
 
     def choose(self, remedies: list[Remedy]) -> Remedy:
         """The likeliest of some remedies; of equals, one on the line with most remedies, then the first."""
-        votes = Counter(remedy.place.line for remedy in remedies)
-        return min(remedies, key=lambda remedy: (self._doubt(remedy), -votes[remedy.place.line], remedy.number))
+        votes = Counter(remedy.call.line for remedy in remedies)
+        return min(remedies, key=lambda remedy: (self._doubt(remedy), -votes[remedy.call.line], remedy.number))
 
     def describe(self, remedies: list[Remedy]) -> str:
         """The line of the mistake, often with a second line that may be it, and the repair in words."""
         best = self.choose(remedies)
-        line = best.place.line
+        line = best.call.line
         line_of_travel = self._find_line_of_travel(best)
         if line_of_travel:
             return _describe_mistake(best, [line_of_travel, line])
         reader = self._find_better_reader(best)
         if reader is not None:
-            return _describe_mistake(reader, [reader.place.line, line])
+            return _describe_mistake(reader, [reader.call.line, line])
         return _describe_mistake(best, [line, *self._list_second_lines(best, remedies)])
 
     def _doubt(self, remedy: Remedy) -> float:
         """How unlikely a remedy is, from its cost and from its place in the program."""
         doubt = remedy.cost
-        place = remedy.place
-        if remedy.exchange == "sum" and place.primitive in _REDUCES:
+        call = remedy.call
+        if remedy.exchange == "sum" and call.primitive in _REDUCES:
             doubt -= 0.5
         # A repair is likelier if the reference computes the value of the repaired equation, too.
         if self._is_computed(remedy):
             doubt -= 0.5
         # A counter that a loop reads is the same on all devices: the equations of a round, which make it the place of a
         # device, are more often wrong.
-        if remedy.behind and place.primitive == "iota" and self._is_scanned(remedy):
+        if remedy.behind and call.primitive == "iota" and self._is_scanned(remedy):
             doubt += 0.5
         # So are the equations beside a collective.
         reads_collective = remedy.number in self.values.near and not remedy.behind
-        is_beside_collective = remedy.behind and place.line in self._lines_of_collectives
+        is_beside_collective = remedy.behind and call.line in self._lines_of_collectives
         if reads_collective or is_beside_collective:
             doubt -= 0.25
         return doubt
@@ -102,7 +102,7 @@ class RemedyChoice:
         events = self.values.record.events
         [result] = events[remedy.number].results
         for event in events:
-            if event.place.primitive == "scan" and any(x is result for x in event.operands):
+            if event.call.primitive == "scan" and any(x is result for x in event.operands):
                 return True
         return False
 
@@ -114,7 +114,7 @@ class RemedyChoice:
         # The sum of the last value is the result itself, which the reference has of course.
         if remedy.exchange == "sum":
             computed -= {digest_value(self.values.field, x) for x in self.search.wanted}
-        return self.values.describe_form(remedy.value, remedy.place.axes, computed) == ""
+        return self.values.describe_form(remedy.value, remedy.call.axes, computed) == ""
 
     # Other lines that may be the mistake
 
@@ -134,10 +134,10 @@ class RemedyChoice:
         events = self.values.record.events
         [result] = events[remedy.number].results
         for event in events[remedy.number + 1 :]:
-            if kind_of(event.place.equation) == "ppermute":
-                return event.place.line
+            if kind_of(event.call.equation) == "ppermute":
+                return event.call.line
             # The value is read before anything travels.
-            if any(x is result for x in event.operands) and event.place.primitive not in PASS:
+            if any(x is result for x in event.operands) and event.call.primitive not in PASS:
                 return ""
         return ""
 
@@ -149,8 +149,8 @@ class RemedyChoice:
         else:
             nearest_first = events[: remedy.number][::-1]
         for event in nearest_first:
-            if kind_of(event.place.equation) == "ppermute":
-                return event.place.line
+            if kind_of(event.call.equation) == "ppermute":
+                return event.call.line
         return ""
 
     def _find_better_reader(self, remedy: Remedy) -> Remedy | None:
@@ -180,13 +180,13 @@ class RemedyChoice:
         others = []
         for remedy in remedies:
             about_as_likely = doubts[id(remedy)] <= doubts[id(best)] + _ALIKE
-            if about_as_likely and remedy.place.line != best.place.line:
+            if about_as_likely and remedy.call.line != best.call.line:
                 others.append(remedy)
         if not others:
             return []
         # Of equally likely ones the last.
         other = min(others, key=lambda remedy: (doubts[id(remedy)], -remedy.number))
-        return [other.place.line]
+        return [other.call.line]
 
     def _find_reader(self, remedy: Remedy) -> str:
         """The line that reads the partial sum of a remedy, because the sum may be missing there as well; else ""."""
@@ -197,10 +197,10 @@ class RemedyChoice:
         for event in events[remedy.number :]:
             if not any(x is result for x in event.operands):
                 continue
-            if event.place.primitive in PASS:
+            if event.call.primitive in PASS:
                 [result] = event.results
-            elif event.place.line != remedy.place.line:
-                return event.place.line
+            elif event.call.line != remedy.call.line:
+                return event.call.line
         return ""
 
 

@@ -77,8 +77,8 @@ class Remedy(NamedTuple):
     """A repair that makes the result right.
 
     Attributes:
-        place: the equation that is repaired.
-        number: the number of the first event at that place.
+        call: the equation that is repaired.
+        number: the number of the first event of that equation.
         cost: how unlikely it is that this equation was the mistake.
         words: what the repair does, as "psum over 'a' in place of 'b'".
         value: the result of the repaired equation.
@@ -88,7 +88,7 @@ class Remedy(NamedTuple):
             "".
     """
 
-    place: Call
+    call: Call
     number: int
     cost: float
     words: str
@@ -146,7 +146,7 @@ class Search:
         self._routes: dict[Any, str] = {}
         self._events_of: dict[Any, list[Event]] = {}
         for event in record.events:
-            call = event.place
+            call = event.call
             self._events_of.setdefault(call.key, []).append(event)
             if kind_of(call.equation) == "ppermute":
                 route = mesh_axes(call.equation), tuple(call.equation.params["perm"])

@@ -48,7 +48,7 @@ def list_suspects(record: Record, got: Operand) -> dict[int, Call]:
     suspects: dict[int, Call] = {}
     keys: set[Any] = set()
     for number in sorted(record.find_causes([got])):
-        call = record.events[number].place
+        call = record.events[number].call
         if call.primitive not in CONTROL_FLOW and call.key not in keys and call.results:
             keys.add(call.key)
             suspects[number] = call
