@@ -49,8 +49,8 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
     Example:
         >>> from shardkit.bench.fit import alpha_beta
         >>> times = [{"hops": 14, "written_bytes": b, "wall_us_median": 14 * 5 + b / 1e3} for b in (1e3, 1e6)]
-        >>> found = alpha_beta(times)
-        >>> f"{found.latency * 1e6:.1f} us a hop, {found.bandwidth / 1e9:.1f} GB/s"
+        >>> fit = alpha_beta(times)
+        >>> f"{fit.latency * 1e6:.1f} us a hop, {fit.bandwidth / 1e9:.1f} GB/s"
         '5.0 us a hop, 1.0 GB/s'
 
     Source: Hockney, The Communication Challenge for MPP (1994).
@@ -67,9 +67,12 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
     table = np.array(rows, float).reshape(-1, 3)
     causes = table[:, :2]  # hops and bytes
     seconds = table[:, 2:]
-    # hops * latency + bytes * slope = seconds, divided by the seconds: each row asks for 1.
+    # hops * latency + bytes * slope = seconds, divided by the seconds: each row asks for 1. Worked example: 14 hops and
+    # 1e6 bytes in 1.07e-3 s are the row 13084 * latency + 9.3e8 * slope = 1, which 5e-6 s and 1e-9 s/byte solve.
     shares = causes / seconds
-    scale = np.maximum(shares.max(axis=0, initial=0), 1e-300)  # seconds and seconds per byte are far apart
+    # Its columns are of sizes as far apart as 1e4 and 1e9: each is divided by its largest element, for lstsq.
+    scale = np.maximum(shares.max(axis=0, initial=0), 1e-300)
+    # Rows that are multiples of each other, as of one size measured twice, have many solutions.
     if np.linalg.matrix_rank(causes / np.maximum(causes.max(axis=0, initial=0), 1)) < 2:
         raise ValueError(
             f"alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got "

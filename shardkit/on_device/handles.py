@@ -324,8 +324,12 @@ _replace_part.defvjp(_replace_part_forward, _replace_part_backward)
 
 
 def reduce_to_part(node: Any, grad: jax.Array) -> jax.Array:
-    """From the gradient of a weight, the gradient of its lazy leaf's part, or of the array that it is."""
-    if not is_handle(node):
+    """The gradient of the part of a lazy leaf, from that of its whole weight; a plain array's in its dtype.
+
+    Worked example: a weight [8, 6] whose rows are split over fsdp=4. Each device has a gradient [8, 6] of its examples.
+    These are summed over the devices and scattered, so that each has the total of its rows, [2, 6].
+    """
+    if not is_handle(node):  # a leaf that is not lazy was never cut
         return grad.astype(node.dtype)
     # The gathered cuts first, as fsdp is major to zero on a dim: what is left for the second scatter is 1/n as large.
     grad = scatter_cuts(grad, node.gathers, node.reduce)

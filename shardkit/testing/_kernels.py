@@ -169,6 +169,7 @@ def _check_arrays(where: str, role: str, results: Any) -> None:
 def _check_sizes(
     where: str, mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Sequence[int], divided: bool = True
 ) -> None:
+    """Refuses a spec that does not fit the mesh, or a `divided` dim whose axes do not divide its size."""
     check_spec(where, spec, mesh, len(shape))
     if not divided:  # a result is a device's piece, of any size
         return

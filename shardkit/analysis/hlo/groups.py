@@ -146,15 +146,20 @@ def _find_mesh_groups(sizes: Sequence[int], axes: Sequence[bytes]) -> Groups:
 
 
 def _read_part(axis: Message, sizes: Sequence[int]) -> _Part:
-    """The part of an axis that a message names; without one it is the whole axis."""
+    """The part of an axis that a message names; without one it is the whole axis.
+
+    Worked example, of an axis 1 of size 8: {1: [1]} is the whole axis, low 1 and high 8. {1: [1], 2: [...]} with a
+    message {1: [2], 2: [2]} inside is the middle part, of `pre_size` 2 and `size` 2: low 2 and high 4.
+    """
     number = integer(axis, 1)
-    low = 1
+    pre_size = 1
     size = sizes[number]
     if 2 in axis:
         part = message(axis[2][0])
-        low = integer(part, 1) or low
+        # A field that is not written reads as 0, and stands for what the whole axis has.
+        pre_size = integer(part, 1) or pre_size
         size = integer(part, 2) or size
-    return _Part(number, low, low * size)
+    return _Part(number, low=pre_size, high=pre_size * size)
 
 
 def _cut_axis(axis: int, size: int, parts: Sequence[_Part]) -> list[_Part]:

@@ -383,13 +383,14 @@ def _sends_partial_sums(jaxpr: Any, permute: Any) -> bool:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         operands = [v for v in equation.invars if not hasattr(v, "val")]
-        depend = dependent & set(operands)
+        dependent_operands = dependent & set(operands)
         adds = name in SUMS and len(operands) == 2
-        if adds and len(depend) == 1 and depend <= arrived:
+        if adds and len(dependent_operands) == 1 and dependent_operands <= arrived:
             return True
-        if depend:
+        if dependent_operands:
             dependent |= set(equation.outvars)
-        if depend & arrived and name in _ON_THE_WAY:
+        # A reshape or slice of what arrived is still what arrived.
+        if dependent_operands & arrived and name in _ON_THE_WAY:
             arrived |= set(equation.outvars)
     return False
 
