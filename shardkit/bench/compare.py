@@ -221,6 +221,7 @@ def _compare_case(
     old = _ratio(before.pairs)
     new = _ratio(after.pairs)
     change = new / old - 1
+    # Large enough to matter, and no accident of some rounds: the interval excludes zero.
     verdict = "equal"
     if change > threshold and low > 0:
         verdict = "slower"
@@ -241,6 +242,7 @@ def _ratio(pairs: np.ndarray) -> float:
 
 def _resample_ratios(pairs: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Ratios of midmeans of rounds that are drawn again, the same rounds for both."""
+    # A slow round is slow for the case and its baseline, so that both must come from the same round.
     case, baseline = pairs
     rounds = pairs.shape[-1]
     numbers = generator.integers(rounds, size=(_RESAMPLES, rounds))

@@ -344,6 +344,7 @@ def _jit(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
 
 def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
     step = case.step
+    # What a user has jitted or compiled keeps its own donation.
     is_jitted = isinstance(step, jax.stages.Compiled) or hasattr(step, "lower")
     if not is_jitted:
         step = _jit(step, donate)

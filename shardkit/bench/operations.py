@@ -304,6 +304,7 @@ def values(dtype: str, devices: int, n: int, count: int) -> np.ndarray:
         lowest = 0
     x = np.random.default_rng(0).integers(lowest, largest + 1, (devices, count), np.int16)
     if n > limit:
+        # Of n devices beside each other `limit` keep element j: other ones for each j.
         numbers = np.arange(devices)[:, None] + np.arange(count)[None, :]
         x[numbers % n >= limit] = 0
     return x.astype(jnp.dtype(dtype))
@@ -334,6 +335,7 @@ def bound(way: Way, dtype: str, redop: str, x: np.ndarray, sizes: Sequence[int])
     error = 0.0
     if way.bound is not None:
         error = way.bound(largest, sizes)
+    # The sums are exact. A mean divides them, and rounds unless n is a power of 2, which changes the exponent alone.
     n_is_power_of_2 = n & (n - 1) == 0
     if not error and (redop != "mean" or n_is_power_of_2):
         return 0.0

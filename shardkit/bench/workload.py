@@ -148,6 +148,7 @@ def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
 def cases_of(work: Workload, mesh: Mesh, optimizer: OptimizerName = "adamw") -> dict[str, Callable[[], Case]]:
     """Every case that fits, by name, one device first. A case is built when it is called; its step is not compiled."""
     builder = CaseBuilder(work, mesh, optimizer)
+    # The first case is the baseline of all ratios.
     cases: dict[str, Callable[[], Case]] = {"one device": builder.one_device}
     for plan_case in list_plans(mesh.shape, work):
         if plan_case.jit:

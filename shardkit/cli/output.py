@@ -125,6 +125,7 @@ def write_json(file: Path | None, command: str, rows: Sequence[Mapping[str, Any]
 def open_output(file: Path, *, append: bool = False) -> Iterator[TextIO]:
     """A file open for text, with its folder made if it is missing; "-" is standard output."""
     if str(file) == "-":
+        # Under `text_beside_json` sys.stdout is standard error, and the true one is kept in the list.
         out = _STANDARD[-1] if _STANDARD else sys.stdout
         yield out
         out.flush()

@@ -139,7 +139,7 @@ def _read_compiler_options(texts: Sequence[str]) -> dict[str, bool | int | float
 def _read_value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if re.fullmatch(r"-?\d{1,18}", text):
+    if re.fullmatch(r"-?\d{1,18}", text):  # any whole number of 18 digits fits 64 bits
         return int(text)
     if re.fullmatch(r"-?\d+\.\d+", text):
         return float(text)

@@ -64,7 +64,7 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
             f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
         )
     checks.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
-    operand = Fraction(size)
+    operand = Fraction(size)  # exact, because a census is compared with it by ==
     nothing = Traffic(Fraction(0), 0)
     others_share = Fraction(n - 1, n)  # of the operand that does not stay here
     match kind:

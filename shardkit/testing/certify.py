@@ -341,6 +341,7 @@ def _explain_factor(factor: float, sizes: dict[str, int]) -> str:
     split = [(name, size) for name, size in sizes.items() if size > 1]
     if not split:
         return "already on one device, so no axis is to blame"
+    # A mistake of one axis is likelier than one of several, and a missing sum likelier than two.
     all_powers = itertools.product((0, 1, -1, 2, -2), repeat=len(split))
     for powers in sorted(all_powers, key=lambda powers: sum(map(abs, powers))):
         product = 1.0

@@ -89,6 +89,7 @@ def _composite(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
     def strategy(*args: Any, **kwargs: Any) -> st.SearchStrategy[Any]:
         result = build_checked(None, *args, **kwargs)
         arguments = signature(fn).bind(None, *args, **kwargs).arguments
+        # Each strategy has some of these parameters; None of one that is missing or not passed is not checked.
         for name, least in (("rank", 0), ("length", 0), ("largest", 1)):
             at_least(fn.__name__, least, **{name: arguments.get(name)})
         at_least(fn.__name__, 0, shape=min(arguments.get("shape", ()), default=0))

@@ -100,6 +100,7 @@ def draw_grids(grids: list[DeviceGrid]) -> Figure:
         tables = list(grid.tables())
         tables_of_grids.append(tables)
         sizes.append(_measure_grid(grid, tables))
+    # There is one gap less than there are grids. What is too large is made smaller, and nothing is made larger.
     width = 2 * _EDGE - _GAP + sum(size.width + _GAP for size in sizes)
     height = 2 * _EDGE + max(size.height for size in sizes)
     scale = min(1, _WIDE / width, _TALL / height)
@@ -163,6 +164,7 @@ def _draw_grid(
         width = column * len(table.column_labels)
         height = _ROW * len(table.row_labels)
         axes = page.add_axes(table_left, top, width, height)
+        # An inch has 72 points, in which the sizes of letters are.
         _fill_cells(axes, table, colours, 72 * column * page.scale, 72 * _ROW * page.scale)
         top += height
 
@@ -204,7 +206,7 @@ def _fill_cells(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width:
 
     axes.set_axis_off()
     axes.set_xlim(0, len(table.column_labels))
-    axes.set_ylim(len(table.row_labels), 0)
+    axes.set_ylim(len(table.row_labels), 0)  # row 0 is the upper one
     for row, (row_label, cells) in enumerate(zip(table.row_labels, table.cells, strict=True)):
         for column, (column_label, devices) in enumerate(zip(table.column_labels, cells, strict=True)):
             part = 1 / len(devices)
@@ -213,6 +215,7 @@ def _fill_cells(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width:
                 left = column + number * part
                 gid = " ".join([*labels, str(device)])
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[device], linewidth=0, gid=gid))
+                # As large as fits: a digit takes at most 0.75 of its height, and the line 0.7 of the row.
                 size = min(TEXT, part * width / (0.75 * len(str(device))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:
                     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colours[device])}

@@ -73,6 +73,7 @@ class ComparedElements:
         """Notes which elements of a result were compared, in a draw of inputs that were not chosen."""
         compared = ~are_outside(a, b)
         self.included[name] = compared | self.included.get(name, False)
+        # NaN on both sides counts as equal; a certificate says how often it was all that a proof saw.
         no_number = (a.poison > 0) & (b.poison > 0) & compared
         if no_number.any():
             self.no_number[name] = int(no_number.sum()), no_number.size

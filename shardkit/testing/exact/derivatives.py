@@ -62,6 +62,7 @@ def trace_with_derivatives(
     try:
         return _trace_gradients(flat_functions, shapes, results)
     except ValueError:
+        # That is how jax refuses to run a while loop backwards. Without such a loop it says something else.
         if not any(_has_while_loop(function, leaves) for function in flat_functions):
             raise
     return _trace_forward(flat_functions, shapes, results)

@@ -171,6 +171,7 @@ class _Difference:
         spec = specs[position % len(specs)]
         sizes = call.equation.params["mesh"].shape
         for dim, names in enumerate(tuple(spec)[:rank]):
+            # An entry of a spec is a name, some names, or None.
             names = (names,) if isinstance(names, str) else names or ()
             split[dim] = {name: sizes[name] for name in names}
         return split
@@ -225,6 +226,7 @@ def _relate(field: Field, got: Operand, wanted: Exact) -> _Relation:
     for ratio, text in list_ratios({}):
         if np.array_equal(a, multiply_residues(b, ratio)):
             return _Relation(f"it is {text} the reference everywhere")
+    # Dim 0 has the points.
     for dim in range(1, b.ndim):
         for distance in range(1, b.shape[dim]):
             if np.array_equal(a, np.roll(b, distance, dim)):

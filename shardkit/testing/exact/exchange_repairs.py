@@ -128,6 +128,7 @@ def _repair_permutation(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair
         words = f"ppermute from each device to that {distance} further on"
         pairs = [(i, (i + distance) % n) for i in range(n)]
         yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
+        # Of a line of devices nobody sends to the first one, which gets zeros.
         pairs = [(i, i + distance) for i in range(n - distance)]
         words += ", without a wrap"
         yield change_operands(Cost.COLLECTIVE, words, _permute_operand, bench, pairs, bound)
@@ -334,6 +335,7 @@ def _mask_result(bench: Bench, variable: Any) -> EquationChange:
 
 def _mask(bench: Bench, x: Operand, mask: Operand) -> Operand:
     """x with zeros where a mask is false, which has the first dims of x."""
+    # Worked example, on two devices: beside x [2] + [4, 3] a mask [2] + [4] becomes [2] + [4, 1].
     missing = len(bench.shape(x)) - (mask.ndim - bench.rank)
     mask = mask.reshape(mask.shape + (1,) * missing)
     zero = bench.field.lift(np.zeros((1,) * len(x.shape), np.float32))
@@ -375,6 +377,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
     yield from _repair_layout(bench)
     yield from _repair_numbers(bench)
     yield from _repair_chunk(bench)
+    # The place of a device's first element is its index times the size of its block, which may be any size here.
     sizes = sorted({1, *bench.sizes})
     for axis, size, sign in itertools.product(bench.axes, sizes, (1, -1)):
         operator = "plus" if sign > 0 else "minus"
@@ -460,6 +463,7 @@ def _repair_chunk(bench: Bench) -> Iterator[Repair]:
     [axis] = varying
     n = bench.axes[axis]
     index = bench.device_index(axis, x)
+    # One axis varies and the array has no dims, so that x.flat[i] is the integer of device i.
     first = x.flat[0]
     # Read as blocks: device 0 has c and device 1 has k + c, so that their difference is k, the chunks of a device.
     count = x.flat[1] - first

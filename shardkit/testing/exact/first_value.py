@@ -112,6 +112,7 @@ class FirstValue:
         if not entries:
             return None
 
+        # False comes before True: an equation that reads a partial sum comes before all others.
         def rank(event: Event) -> tuple[bool, int]:
             reads_partial_sum = any(self.values.explain(x) for x in event.operands)
             return not reads_partial_sum, event.number
@@ -282,6 +283,7 @@ class FirstValueOfCompiled(FirstValue):
         line = loops.get(id(event.call.equation), "")
         if line:
             return f", in the loop at {line}" if line != event.call.line else ""
+        # Backwards, the nearest equations first: the list grows while it is read.
         waiting = self.record.find_makers(event.operands)
         for number in itertools.islice(waiting, _MOST_BEHIND):
             maker = self.record.events[number]
@@ -293,6 +295,7 @@ class FirstValueOfCompiled(FirstValue):
 
     def _find_integers(self, event: Event, line: str) -> Call | None:
         """The equation of another line from whose integers the masks of an equation follow, as a key or a place."""
+        # Backwards, as in `_describe_loop`: the list grows while it is read.
         waiting = self._find_makers_of_integers(event)
         visited = set(waiting)
         for number in waiting:

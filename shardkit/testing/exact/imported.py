@@ -140,6 +140,8 @@ class ImportedProgram(NamedTuple):
 
     def run(self, *arguments: Any) -> list[Any]:
         """[devices, ...]: the pieces of the results, from all global arguments."""
+        # An argument whose spec is known goes into the shard_map as it is. Any other is cut here to [devices, ...], of
+        # which each device gets its row.
         rows = PartitionSpec(tuple(self.mesh))
         in_specs = []
         operands = []
@@ -150,6 +152,7 @@ class ImportedProgram(NamedTuple):
             in_specs.append(rows if is_cut else layout.spec)
 
         def run_device(*pieces: Any) -> list[Any]:
+            # A module does not say which values are the same on several devices, so that all vary over all axes.
             inputs = []
             for piece, layout in zip(pieces, self.inputs, strict=True):
                 inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
@@ -157,6 +160,7 @@ class ImportedProgram(NamedTuple):
             results = reader.run(self.module.find_function("main"), inputs)
             if any(is_unreadable(x) for x in results):
                 raise UnreadableError("a result that no operation has finished")
+            # [1, ...]: this device's row of the result.
             return [lax.expand_dims(x, (0,)) for x in results]
 
         types = (AxisType.Auto,) * len(self.mesh)
@@ -246,6 +250,7 @@ def _find_split(
     Worked example: the four devices of x=2, y=2 have the pieces 0, 2, 1, 3 of four: they count along y first, and
     within it along x. So the axes are ("y", "x").
     """
+    # The fewest axes first, in every order: P(("y", "x")) and P(("x", "y")) give a device other pieces.
     for length in range(1, len(mesh) + 1):
         for axes in itertools.permutations(mesh, length):
             is_of_count = math.prod(mesh[axis] for axis in axes) == count

@@ -84,6 +84,7 @@ def _combine_with(bench: Bench, equation: Any, variable: Any, added: tuple[int, 
     @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         x = lift_operand(bench.field, values[variable])
+        # Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
         if added:
             x = x.move(lambda part: np.expand_dims(part, added))
         return bench.interpreter.step(equation, [results[0], x])
@@ -211,6 +212,7 @@ def _multiply_operand(bench: Bench, number: int, variable: Any) -> EquationChang
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         x = lift_operand(bench.field, operands[number])
         factor = lift_operand(bench.field, values[variable])
+        # A factor [t] of an operand [t, d] becomes [t, 1].
         missing = len(x.shape) - len(factor.shape)
         if missing:
             factor = factor.move(lambda part: part.reshape(part.shape + (1,) * missing))

@@ -207,6 +207,7 @@ class Bench:
 
     def varying_axes(self, x: Operand) -> list[str]:
         """The axes along which devices may have different values: those whose dim in front is larger than 1."""
+        # Not strict: behind the dims of the axes x has those of the array.
         return [name for name, size in zip(self.axes, x.shape, strict=False) if size > 1]
 
     def rerun(self, operands: Sequence[Operand], primitive: Any = None, **params: Any) -> Sequence[Operand]:
@@ -227,10 +228,12 @@ class Bench:
     def device_index(self, name: str, like: np.ndarray) -> np.ndarray:
         """The index of a device along an axis, as an array that broadcasts against another."""
         index = self.devices.number((name,)).astype(like.dtype)
+        # [*axes] becomes [*axes, 1, ...], with as many dims as the other array.
         return index.reshape(index.shape + (1,) * (like.ndim - index.ndim))
 
     def choose_by_device(self, name: str, pieces: Sequence[Operand]) -> Operand:
         """The value that is `pieces[i]` on device i along an axis."""
+        # The first piece for all devices, which one device after the other replaces by its own.
         result = pieces[0]
         for i, piece in enumerate(pieces[1:], 1):
             result = self.devices.choose(self.devices.number((name,)) == i, piece, result)

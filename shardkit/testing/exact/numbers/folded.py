@@ -122,6 +122,7 @@ def _find_divisor(value: float, *sets: Set[Constant]) -> float | None:
 
 def _make_table(constants: Set[Constant], others: Set[Constant], dtype: str) -> _Table | None:
     """What operations on the other side's constants of a dtype give; None if there are too many of these."""
+    # With 1 among them an inverse is an operation on two constants too.
     leaves = {1.0}
     for value, dtype_of_value in others:
         if dtype_of_value == dtype and np.isfinite(value) and value != 0:

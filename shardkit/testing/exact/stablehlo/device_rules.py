@@ -61,6 +61,7 @@ def _find_group(reader: BlockReader, operation: Any) -> _Group:
         groups = np.arange(devices)[None]
     if sorted(groups.flat) != list(range(devices)):
         raise UnreadableError(f"{operation.operation.name} over groups that leave out a device")
+    # Row i is that of device i: its group, and its place in the group.
     members = np.zeros((devices, groups.shape[1]), np.int32)
     places = np.zeros(devices, np.int32)
     for group in groups:
@@ -111,6 +112,7 @@ def _gather_group(reader: BlockReader, x: Any, group: _Group) -> Any:
     """[members, ...]: x of each device of this device's group."""
     if group.axes is not None:
         return lax.all_gather(x, group.axes)
+    # No axes say which devices are a group: each device gets x of all, and takes those of its group.
     gathered = lax.all_gather(x, reader.module.axes)
     return jnp.take(gathered, group.members, 0, mode="clip")
 
@@ -139,6 +141,7 @@ def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     dim = read_integer(operation, "scatter_dimension")
     results = []
     for number, x in enumerate(operands):
+        # More than a device would compute, but the same numbers: a proof measures no time.
         total = _combine_group(reader, operation, x, group)
         size = read_shape(operation, number)[dim]
         results.append(lax.dynamic_slice_in_dim(total, group.place * size, size, dim))

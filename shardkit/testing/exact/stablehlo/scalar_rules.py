@@ -175,6 +175,7 @@ def _serves_order(operation: Any) -> bool:
     readers = [use.owner.operation for use in operation.results[0].uses]
     if not readers:
         return False
+    # A select gives the integer of a float's place: a comparison must read it next. Anything else leads to a select.
     if operation.name != "stablehlo.select":
         return all(reader.name in _ORDERING and _serves_order(reader) for reader in readers)
     return all(_compares_floats(reader) for reader in readers)
@@ -196,6 +197,7 @@ def _select(reader: BlockReader, operation: Any, which: Any, yes: Any, no: Any) 
     """One of two arrays by a mask, element by element; a scalar mask chooses for all elements."""
     if np.ndim(which) == 0 and np.ndim(yes):
         which = lax.broadcast(which, np.shape(yes))
+    # jax takes the case of False first.
     return lax.select_n(which, no, yes)
 
 
