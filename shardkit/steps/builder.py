@@ -30,7 +30,7 @@ from shardkit.steps.first_call import FirstCall
 from shardkit.steps.init import Init
 from shardkit.steps.optimizer import wrap_optimizer
 from shardkit.steps.state import TrainState
-from shardkit.steps.state_check import make_state_check
+from shardkit.steps.state_check import StateCheck
 from shardkit.steps.step import Step
 from shardkit.steps.train import TrainProgram
 
@@ -222,7 +222,7 @@ def make_train_step(
     step = Step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
-        check=make_state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
+        check=StateCheck(plan, mesh) if all_manual else None,  # else the layouts are the caller's
         first=FirstCall(program, mesh, steps, mixed=examples == "mixed") if check else None,
         plan=plan,
         mesh=program.mesh,

@@ -1,6 +1,7 @@
 """The builder: state and its layout, one compile, one reduction, donation, non-finite steps, bad batches."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,43 @@ def test_nothing_is_compiled_after_the_first_step(plan, key, data8):
                 state, _ = step(state, batch)
         assert (first.count, later.count) == (1, 0)
         assert [(x.sharding, x.dtype) for x in jax.tree.leaves(state)] == before
+
+
+def count_python_calls(function, *args):
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return len(names)
+
+
+def test_a_call_runs_as_few_functions_of_python_for_a_hundred_leaves_as_for_one(data8):
+    """Each was asked for its layout, layouts were compared by value, and jax made that of the key anew at each call."""
+    counts = {}
+    for leaves in (1, 100):
+        grad_fn = sk.value_and_grad(lambda p, b, k: sk.Mean.of(b * sum(jnp.sum(w) for w in p.values())))
+        init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"), check=False)
+        state = init({f"w{number}": jnp.ones(2) for number in range(leaves)}, jax.random.key(0))
+        batch = sk.shard(np.ones(8, np.float32), data8, P("data"))
+        for _ in range(3):
+            state, _ = step(state, batch)
+        counts[leaves] = count_python_calls(step, state, batch)
+    assert counts[1] == counts[100] <= 20
+
+
+def test_a_donated_leaf_is_found_beside_one_of_the_host(data8):
+    """jax's own `is_deleted` asked of an array of numpy is a TypeError."""
+    grad_fn = sk.value_and_grad(lambda p, b, k: sk.Mean.of(b * (p["v"][0] + p["w"][0])))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"))
+    state = init({"v": np.ones(2, np.float32), "w": np.ones(2, np.float32)}, jax.random.key(0))
+    newest, _ = step(state, np.ones(8, np.float32))
+    mixed = {"v": np.ones(2, np.float32), "w": state.params["w"]}
+    with pytest.raises(ValueError, match=r"passed its leaf params\.w and donated the buffer"):
+        step(newest._replace(params=mixed), np.ones(8, np.float32))
+    mixed = {"v": np.ones(2, np.float32), "w": newest.params["w"]}
+    assert int(step(newest._replace(params=mixed), np.ones(8, np.float32))[0].step) == 2
 
 
 def test_the_step_donates_its_state_and_leaves_the_callers_arrays_alone(data8):
