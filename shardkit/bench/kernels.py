@@ -96,6 +96,7 @@ def case(
     _check_result(name, result, expected)
     carry = (x, place(np.broadcast_to(poison, expected.shape), mesh, spec))
     flag = place(np.zeros((), bool), mesh, P())
+    # What is compared is the number of wrong elements, which should be 0.
     return Case(name, repeat(1), carry, (flag,), compared, np.zeros((), int), repeat)
 
 

@@ -222,5 +222,6 @@ def _find_tolerance(one_device: Case) -> float:
     changed, _, _ = difference(run(reversed_batch), results, 0.0)
     result_dtypes = {x.dtype for x in jax.tree.leaves(results)}
     epsilon = max(float(jnp.finfo(dtype).eps) for dtype in result_dtypes)
+    # The roundings of a sum of n terms have random signs, and grow as sqrt(n).
     elements = max(x.size for x in jax.tree.leaves(batch))
     return float(max(epsilon * (4 + elements**0.5), _OTHER_ORDER * changed))

@@ -165,6 +165,7 @@ def _read_type(text: str) -> jax.ShapeDtypeStruct:
     if text == "key":
         return jax.eval_shape(lambda: jax.random.key(0))
     match = re.fullmatch(r"(\w+)(?:\[(\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\])?", text)
+    # Another text has the name "", which is no dtype and is refused with those.
     name, sizes = match.groups() if match else ("", None)
     try:
         dtype = jnp.dtype(_DTYPES.get(name, name))

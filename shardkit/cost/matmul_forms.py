@@ -280,6 +280,7 @@ def _find_group(chip: Chip, n: int) -> Group:
         if n <= chip.host:
             return Group()
         return Group(members_on_a_host=chip.host)
+    # A dimension for each prime factor, up to those of the torus: 8 is 2 x 2 x 2, and 2 x 4 where there are two.
     dims = 0
     factor = 2
     while n > 1:

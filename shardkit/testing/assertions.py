@@ -183,6 +183,7 @@ def _choose_tolerance(mesh: Mesh, args: Any, expected: Any, summands: int | None
             "it out, or pass the length of the longest sum."
         )
     arrays = [x for _, x in list_leaves((list(args), expected))]
+    # A sum over elements of one array has no more terms than the largest array has elements.
     if summands is None:
         summands = max((x.size for x in arrays), default=1)
     coarsest = 0.0

@@ -333,6 +333,7 @@ def _reads_across_shards(program: Program) -> bool:
         if not site.name.startswith(_MIXING):
             continue
         for operand in site.equation.invars:
+            # A single number, as the count of steps, has no other elements to be mixed with.
             if math.prod(getattr(operand.aval, "shape", ())) > 1:
                 return True
     return False

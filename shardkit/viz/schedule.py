@@ -217,6 +217,7 @@ def _draw(schedule: Schedule, timeline: Timeline) -> Figure:
     full_width = layout.full_width
     full_height = layout.full_height
     picture = make_figure(full_width, full_height, f"{title(schedule)}; {facts(timeline)}")
+    # matplotlib counts in shares of the picture, from its lower left corner; the layout in inches, from the upper one.
     left = _LEFT / full_width
     width = layout.width / full_width
     actions_bottom = 1 - (_TOP + layout.actions) / full_height
@@ -226,11 +227,12 @@ def _draw(schedule: Schedule, timeline: Timeline) -> Figure:
     )
     for axes in (actions_axes, curves_axes):
         axes.set_xlim(0, timeline.makespan)
-        axes.set_ylim(schedule.devices - 0.5, -0.5)
+        axes.set_ylim(schedule.devices - 0.5, -0.5)  # device 0 is the upper one
         axes.set_yticks(range(schedule.devices))
         axes.tick_params(length=0)
         axes.grid(axis="x")
         axes.spines[:].set_visible(False)
+    # A tick and a row in points, of which an inch has 72, as sizes of letters are.
     _draw_actions(actions_axes, schedule, timeline, 72 * layout.width / timeline.makespan, 72 * layout.row)
     _draw_curves(curves_axes, schedule, timeline)
     write_heading(picture, title(schedule), facts(timeline))

@@ -61,8 +61,10 @@ def _examine(runs: Runs, index: int, wanted: Exact | None) -> _Difference:
     try:
         got = runs.on_mesh(runs.field, record)[index]
     except DiffersError as error:
+        # There is no result: what differs between devices is looked for in its place.
         got = error.value
     finally:
+        # From here on the memory only recalls: a repaired run computes what its repair changes.
         memory.close()
     values = KnownValues(runs.field, reference, record)
     search = Search(runs, record, got, results, None if wanted is None else index)

@@ -238,24 +238,26 @@ class Search:
         """
         remedies: list[Remedy] = []
         previews = Previews(self.field, self.record)
+        # The likeliest first. Once one is right, only those that are about as likely are tried too.
         highest = _UNLIKELY
         for candidate in self._list_candidates(doubt):
             if self.runs >= self._most_runs or candidate.cost > highest:
                 break
             repair = candidate.repair
+            # A preview costs one equation, where a run costs all of them.
             if candidate.has_preview and not previews.add(candidate.calls[0], repair.change):
                 continue
             value = self.try_changes(candidate.make_changes(self))
             if value is None or not self._is_confirmed(candidate.make_changes):
                 continue
             remedy = Remedy(
-                candidate.calls[0],
-                candidate.number,
-                candidate.cost,
-                repair.words,
-                value,
-                repair.behind,
-                repair.exchange,
+                call=candidate.calls[0],
+                number=candidate.number,
+                cost=candidate.cost,
+                words=repair.words,
+                value=value,
+                behind=repair.behind,
+                exchange=repair.exchange,
             )
             remedies.append(remedy)
             highest = min(highest, remedy.cost + _MARGIN)

@@ -28,7 +28,8 @@ def multiply_with_itself(field: Field, a: Exact) -> Exact:
     product = matmul(field, transpose(a), a)
     n = a.shape[-1]
     facts = product.facts.copy()
-    np.einsum("...ii->...i", facts[SIGN])[...] = 1  # the diagonal has sums of squares
+    # The diagonal has sums of squares. This einsum is a view of it, so that the facts themselves are written.
+    np.einsum("...ii->...i", facts[SIGN])[...] = 1
     number = product.number
     degree = product.degree
     # How many rows a kept block may have: A = [R1; R2] with R1 and R2 of 3 rows each has two blocks of height 3.
@@ -84,6 +85,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
     # Factors are kept as L^T, of which the product with itself is L L^T = A.
     upper = transpose(a) if lower else a
     factors = mask_used(field, upper)
+    # y = L^-1 b is the result of the first step, and what the second one is given.
     halves = mask_used(field, x if lower else b)
     if x.special or not n:
         return x

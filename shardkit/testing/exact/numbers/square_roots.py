@@ -255,6 +255,7 @@ def _find_known_product(
     p = field.residues.moduli
     roots = field.laws.roots
     quotient = x.square * y.inverse_of_square % p
+    # 1 sqrt(a b) and b sqrt(a / b): what is under the root, the factor before it, and the degree of that factor.
     candidates = [(square, np.ones_like(p), CONSTANT), (quotient, y.square, roots.degree_of_squares)]
     for radicand, before, degree_before in candidates:
         multiple = roots.by_square.get(_key(radicand, valid))
@@ -265,6 +266,7 @@ def _find_known_product(
         if multiple.factor is not None:
             factor = factor * multiple.factor % p
             degree = degree.times(roots.degree_of_inverses)
+        # The numbers of both roots have a product already, by whose inverse the known one is multiplied.
         return Product(factor * inverses % p, multiple.id, degree)
     return None
 

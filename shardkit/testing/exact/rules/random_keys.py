@@ -74,6 +74,7 @@ def apply_random(equation: Any, operands: Sequence[np.ndarray], draw: int) -> np
         return _hash_places(x, equation.params["shape"])
     if name == "random_bits":
         words = _hash_places(x, equation.params["shape"])
+        # Other bits in each draw: programs must be equal for every mask that a dropout may draw.
         if draw:
             words = mix(words, np.uint64(draw))
         return words.astype(f"uint{equation.params['bit_width']}")
@@ -113,6 +114,7 @@ def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray 
     words = _hash_threefry(keys.reshape(keys.shape + (1,) * len(shape)), places)
     if name == "random_split":
         return words
+    # As jax does it: of fewer than 64 bits both halves of a word are joined by xor.
     width = equation.params["bit_width"]
     if width < 64:
         words = (words >> _HALF) ^ (words & _LOW_HALF)

@@ -87,7 +87,7 @@ def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: 
     types = {_read_type(shape) for shape in parts}
     dtypes = types | {_read_type(shapes[operand]) for operand in instruction.operands}
     dtypes &= set(_FLOATS)
-    if len(dtypes) < 2:
+    if len(dtypes) < 2:  # StableHLO has this operation as it is
         return []
     if len(parts) > 1:
         conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
