@@ -2,10 +2,12 @@
 
     python -m benchmarks.ring_matmul
     python -m benchmarks.ring_matmul --topology h100:1x1x8
+    python -m benchmarks.ring_matmul --layers 4
 
 `gelu(x @ w_up) @ w_down` in bfloat16 over 8 devices, 8192 tokens of width 4096, 32768 hidden columns; tokens are split
 outside the block, columns inside. Each form of `all_gather_matmul` and `matmul_reduce_scatter`, and the automatic
-partitioner: `jax.jit` with NamedShardings on arguments, results and the hidden activations.
+partitioner: `jax.jit` with NamedShardings on arguments, results and the hidden activations. With `--layers` the
+explicit forms are blocks of a scan, with a residual, that saves the results of matmuls alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,10 +57,42 @@ def step(form: Any, tokens: int, width: int, hidden: int) -> tuple[Any, tuple[An
     return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=(*SPECS, SPECS[0]), out_specs=(SPECS[0], SPECS))), args
 
 
+def stack(form: Any, tokens: int, width: int, hidden: int, layers: int) -> tuple[Any, tuple[Any, ...]]:
+    """Gradients of the sum of squares of a stack's result, from tokens and stacked weights, and the shapes of these."""
+    mesh = sk.abstract_mesh(model=8)
+    tokens_split, columns_split, rows_split = SPECS
+    specs = (tokens_split, P(None, *columns_split), P(None, *rows_split))
+    save_matmuls = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    @partial(jax.checkpoint, policy=save_matmuls)
+    def block(x_tD: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        w_Df, w_fD = weights
+        h_Tf = jax.nn.gelu(sk.all_gather_matmul(x_tD, w_Df, "model", impl=form))
+        return x_tD + sk.matmul_reduce_scatter(h_Tf, w_fD, "model", impl=form), None
+
+    def loss(x_tD: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        y_tD, _ = jax.lax.scan(block, x_tD, (up, down))
+        return jnp.sum(y_tD.astype(jnp.float32) ** 2)
+
+    args = []
+    for dims, spec in zip(((tokens, width), (layers, width, hidden), (layers, hidden, width)), specs, strict=True):
+        args.append(jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec)))
+    gradients = jax.grad(loss, (0, 1, 2))
+    return jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)), tuple(args)
+
+
 def report(
-    form: str, topology: str = "v5e:2x4", *, tokens: int = TOKENS, width: int = WIDTH, hidden: int = HIDDEN
+    form: str,
+    topology: str = "v5e:2x4",
+    *,
+    tokens: int = TOKENS,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+    layers: int = 0,
 ) -> Any:
-    """The compiled block."""
+    """The compiled block, or stack of so many."""
+    if layers:
+        return sk.aot.compile(*stack(form, tokens, width, hidden, layers), topology=topology)
     return sk.aot.compile(*step(form, tokens, width, hidden), topology=topology)
 
 
@@ -67,12 +102,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=FORMS)
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--hidden", type=int, default=HIDDEN, help="columns, of all 8 devices")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=0, help="blocks of a scan; 0: one block")
     parser.add_argument("--json", help="where to append records")
     options = parser.parse_args(argv)
     print("|  | collectives, of them beside compute | on the wire | exposed | compute | temp | compiled in |")
     print("|---|---|---|---|---|---|---|")
-    for form in [options.only] if options.only else FORMS:
-        made = report(form, options.topology, hidden=options.hidden)
+    forms = FORMS
+    if options.layers:
+        forms = FORMS[:-1]
+    if options.only:
+        forms = (options.only,)
+    for form in forms:
+        made = report(form, options.topology, width=options.width, hidden=options.hidden, layers=options.layers)
         beside = sum(row.times for row in made.rows if row.asynchronous)
         seconds = made.wire_seconds, made.exposed_seconds, made.compute.seconds
         times = " | ".join(f"{1e3 * each:.2f} ms" for each in seconds)
@@ -80,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"| {form} | {made.count()}, {beside} | {times} | {temp} |", flush=True)
         if options.json:
             with open(options.json, "a") as out:
-                record = {"benchmark": "ring_matmul", "row": form, "hidden": options.hidden}
+                sizes = {"width": options.width, "hidden": options.hidden, "layers": options.layers}
+                record = {"benchmark": "ring_matmul", "row": form} | sizes
                 out.write(json.dumps(record | {"report": json.loads(made.to_json())}) + "\n")
 
 

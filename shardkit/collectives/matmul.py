@@ -46,8 +46,8 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
         axis: axis name or tuple of names.
         impl: "gather": one all_gather, then one matmul. "ring": tokens go one way, in n-1 hops. "bidirectional": half
             of the tokens go each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
-            down. "auto" takes what is fastest on the chip that you trace for, by the closed forms of
-            `cost/matmul_forms.py`, in the forward and in the backward pass each; `aot.compile` and `audit(target=)`
+            down. "auto" takes what is fastest on the chip that you trace for, of the kernel alone, by the closed forms
+            of `cost/matmul_forms.py`, in the forward and in the backward pass each; `aot.compile` and `audit(target=)`
             trace for their topology. It takes "gather" for a chip that `cost.chips` does not have, such as CPUs, and
             for meshes without devices. A `cost.Links` chooses by links that you measured: "ring" if a hop takes no
             longer than the matmul of its tokens with all columns (`ring_from`); else "bidirectional" if a hop takes no
