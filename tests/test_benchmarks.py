@@ -278,6 +278,20 @@ def test_the_exponent_is_the_slope_in_logarithms_and_axes_multiply_to_a_power_of
 
 
 @pytest.mark.deep  # it compiles in a process of its own
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("stages", [1, 4], ids=["fsdp x tp", "pipeline"])
+def test_the_text_of_a_step_grows_with_the_devices_by_the_groups_of_its_collectives_alone(stages):
+    """A table with an entry for each device, written into the program instead of made on the device, grows it too."""
+    sizes = {}
+    for devices in (64, 4096):
+        mesh = scale.axes_of(devices) if stages == 1 else {"data": devices // stages, "stage": stages}
+        point = scale.Point("devices", mesh, layers=4, dim=64, microbatches=4)
+        text = scale.traced(point, sk.abstract_mesh(**mesh)).lower(lowering_platforms=("cpu",)).as_text()
+        sizes[devices] = len(scale.without_groups(text))
+        assert sizes[devices] < len(text) and "dense<" in text
+    assert sizes[4096] == pytest.approx(sizes[64], rel=0.01)
+
+
 def test_scale_smoke(tmp_path):
     """It alone finds a step that no longer traces over 4096 devices."""
     smoke("scale", "--smoke", "--json", tmp_path / "out.jsonl")
