@@ -3,7 +3,8 @@
 CPU: eight stages of residual feed-forward layers; the baseline scans m + p - 1 ticks forward, every device computing
 its stage at every tick, and lets autodiff run the scan backward. `--memory` compiles for TPU v5e:2x4 instead, without
 one: 8 stages, bfloat16, 32 MiB of stage input, and prints the temporary memory of each form. `--vocabulary` does so for
-an embedding and a head of 131,072 tokens, on one device or spread over all.
+an embedding and a head of 131,072 tokens, on one device or spread over all. `--compiling` compiles both for the CPU,
+and prints how many loops the program has and how long that takes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ SCHEDULES = {
     "one_f_one_b": lambda m: sk.schedules.one_f_one_b(STAGES, m),
     "zero_bubble_h1": lambda m: sk.schedules.zero_bubble_h1(STAGES, m),
 }
+ENDS = ("one device each", "spread")  # where embedding and head run
+COMPILED = (
+    ("one_f_one_b", 2, 4),
+    ("one_f_one_b", 4, 8),
+    ("one_f_one_b", 8, 16),
+    ("lockstep", 4, 8),
+    ("zero_bubble_h1", 4, 8),
+)
 
 
 def tutorial(microbatches: int, remat: bool) -> Callable[..., Any]:
@@ -80,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         devices=STAGES,
         memory="compile for TPU v5e:2x4 and print memory",
         vocabulary="compile for TPU v5e:2x4 with a large vocabulary, and print time and memory",
+        compiling="compile for the CPU, and print loops, time to compile and memory",
     )
+    if options.compiling:
+        return compiling(smoke=options.smoke)
     if options.memory:
         return memory(smoke=options.smoke)
     if options.vocabulary:
@@ -138,30 +150,13 @@ def memory(smoke: bool) -> None:
 def vocabulary(smoke: bool) -> None:
     """A step of adam as the TPU's compiler sees it, with the ends of the model on one device each, and spread."""
     layers, dim, entries, rows, microbatches = (8, 128, 1024, 8, 2) if smoke else (16, 2048, 131_072, 2, 16)
-    rules = {"table": 0, "head": 1}
-
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-
-    stack = {"up": shape(layers, dim, 4 * dim), "down": shape(layers, 4 * dim, dim)}
-    params = {"layers": stack, "table": shape(entries, dim), "head": shape(dim, entries)}
+    params = _vocabulary_shapes(layers, dim, entries, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((rows * microbatches, 1024), jnp.int32)
+    mesh = sk.abstract_mesh(stage=STAGES)
     lines = [("schedule", "ends", "held GiB", "needed GiB", "modelled ms", "exposed ms", "compile s")]
     for name in ("lockstep", "one_f_one_b"):
-        for ends in ("one device each", "spread"):
-            axis = "stage" if ends == "spread" else None
-            pipe = sk.pipeline(
-                SCHEDULES[name](microbatches), "stage", spread=(lambda path, shape: rules[path]) if axis else None
-            )
-            grad_fn = pipe.value_and_grad(
-                lambda shared, batch, keys, axis=axis: sk.layers.vocab_embed(batch["tokens"], shared["table"], axis),
-                stage,
-                lambda shared, x, batch, axis=axis: sk.Mean.of(
-                    sk.layers.vocab_cross_entropy(x, shared["head"], batch["targets"], axis)
-                ),
-            )
-            mesh = sk.abstract_mesh(stage=STAGES)
-            init, step = sk.make_train_step(grad_fn, optax.adam(1e-3), mesh=mesh, plan=pipe.plan)
+        for ends in ENDS:
+            init, step = _make_vocabulary_step(SCHEDULES[name](microbatches), ends, mesh)
             state = init.abstract(params)
             begin = time.perf_counter()
             report = sk.aot.compile(step, (state, {"tokens": tokens, "targets": tokens}), topology="v5e:2x4")
@@ -169,6 +164,54 @@ def vocabulary(smoke: bool) -> None:
             sizes = [f"{size / 2**30:.2f}" for size in (report.memory.held, report.needed)]
             times = [f"{1e3 * each:.0f}" for each in (report.seconds, report.exposed_seconds)]
             lines.append((name, ends, *sizes, *times, f"{seconds:.0f}"))
+            print(*lines[-1], flush=True)
+    print(table(lines))
+
+
+def _vocabulary_shapes(layers: int, dim: int, entries: int, dtype: Any) -> Any:
+    """The parameters of a stack, a table of tokens and a head, as shapes."""
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    stack = {"up": shape(layers, dim, 4 * dim), "down": shape(layers, 4 * dim, dim)}
+    return {"layers": stack, "table": shape(entries, dim), "head": shape(dim, entries)}
+
+
+def _make_vocabulary_step(schedule: sk.schedules.Schedule, ends: str, mesh: Any) -> Any:
+    """A step of adam, its embedding and head on one device each, or spread over all."""
+    axis = "stage" if ends == "spread" else None
+    dims = {"table": 0, "head": 1}
+    pipe = sk.pipeline(schedule, "stage", spread=(lambda path, shape: dims[path]) if axis else None)
+
+    def embed_tokens(shared: Any, batch: Any, keys: Any) -> jax.Array:
+        return sk.layers.vocab_embed(batch["tokens"], shared["table"], axis)
+
+    def compute_loss(shared: Any, x: jax.Array, batch: Any) -> sk.Mean:
+        return sk.Mean.of(sk.layers.vocab_cross_entropy(x, shared["head"], batch["targets"], axis))
+
+    grad_fn = pipe.value_and_grad(embed_tokens, stage, compute_loss)
+    return sk.make_train_step(grad_fn, optax.adam(1e-3), mesh=mesh, plan=pipe.plan)
+
+
+def compiling(smoke: bool) -> None:
+    """Loops of the program, CPU seconds to compile and temporary memory, with the ends on one device each or spread."""
+    dim, entries = (8, 16) if smoke else (64, 256)
+    lines = [("schedule", "stages", "microbatches", "ends", "loops", "compile s", "temp KiB")]
+    for name, stages, microbatches in [("one_f_one_b", 2, 4)] if smoke else COMPILED:
+        schedule = getattr(sk.schedules, name)(stages, microbatches)
+        params = _vocabulary_shapes(stages * schedule.chunks, dim, entries, jnp.float32)
+        tokens = jax.ShapeDtypeStruct((2 * microbatches, 8), jnp.int32)
+        mesh = sk.make_mesh(jax.devices()[:stages], stage=stages)
+        for ends in ENDS:
+            init, step = _make_vocabulary_step(schedule, ends, mesh)
+            lowered = step.trace(init.abstract(params), {"tokens": tokens, "targets": tokens}).lower()
+            loops = lowered.as_text().count("stablehlo.while")
+            begin = time.process_time()
+            temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+            seconds = time.process_time() - begin
+            sizes = (str(loops), f"{seconds:.1f}", f"{temporary / 2**10:,.0f}")
+            lines.append((name, str(stages), str(microbatches), ends, *sizes))
             print(*lines[-1], flush=True)
     print(table(lines))
 

@@ -317,6 +317,12 @@ def in_scope(equation: Any, name: str) -> bool:
     return any(scope.name == name for scope in equation.source_info.name_stack.stack)
 
 
+def innermost_scope(equation: Any) -> str:
+    """The innermost `jax.named_scope` of an equation, or transformation that it went through; "" if there is none."""
+    stack = equation.source_info.name_stack.stack
+    return str(stack[-1].name) if stack else ""
+
+
 def transforms(equation: Any) -> list[str]:
     """The jax transformations that an equation went through, outermost first, without named scopes of their names."""
     stack = equation.source_info.name_stack.stack

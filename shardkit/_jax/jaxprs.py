@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,41 @@ PLAN = "shardkit_plan"  # a plan gathers leaves, and reduces their gradients
 PER_MICROBATCH = "per_microbatch"  # anything else that is sent for each microbatch, and is right in each
 MEAN = "shardkit_mean"  # weight and total of a loss
 TOTALS = "shardkit_totals"  # their sums over devices
+_SHARE = "shardkit_runs"  # `share_scope`
+_SHARE_NAME = re.compile(rf"(?:^|/){_SHARE}_(\d+)_of_(\d+)(?:/cond)?$")
 _HERE = Path(__file__).parents[1]
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "scripts")}  # and where commands are installed
 _TESTING = _HERE / "testing"  # calls a user's function, and is no part of it
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
+
+
+class Share(NamedTuple):
+    """How often all devices take a branch of a `lax.cond` in a loop: the branch that computes, and not the empty one.
+
+    Which rounds take it stands in a constant of the program, which no reader of jaxprs or of compiled modules follows.
+    So whoever writes the cond says it in a scope, `share_scope`, and the readers count by it.
+    """
+
+    runs: int  # in so many rounds of the loop
+    ticks: int  # of so many
+
+    def count_runs(self, times: int | None) -> int | None:
+        """How often the branch runs where the cond runs `times` times; None if that is not known."""
+        if times is None:
+            return None
+        # Rounded up: of a loop that the compiler has unrolled a cond has not all rounds.
+        return -(-times * self.runs // self.ticks)
+
+
+def share_scope(share: Share) -> str:
+    """The `jax.named_scope` around a `lax.cond` whose first function runs in that share of the rounds."""
+    return f"{_SHARE}_{share.runs}_of_{share.ticks}"
+
+
+def find_share(name: str) -> Share | None:
+    """The share that a scope says, or the name of an operation in it, as ".../shardkit_runs_2_of_5/cond"."""
+    match = _SHARE_NAME.search(name)
+    return Share(int(match[1]), int(match[2])) if match else None
 
 
 class Site(NamedTuple):
@@ -74,7 +106,8 @@ class Site(NamedTuple):
 def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None = None) -> Iterator[Site]:
     """Every equation of a program in order, those of inner jaxprs directly after the equation that holds them.
 
-    Of a scan of 3 steps whose body is `sin` and a jit of `cos`: scan (times 1), sin (3), jit (3), cos (3).
+    Of a scan of 3 steps whose body is `sin` and a jit of `cos`: scan (times 1), sin (3), jit (3), cos (3). Each branch
+    of a cond counts as often as the cond, but for those of which a `share_scope` says how often they run.
     """
     for equation in jaxpr.eqns:
         site = Site(equation, jaxpr, times, branch, outer)
@@ -91,6 +124,9 @@ def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None
                 inner_branch = f"branch {number + 1} of {len(inner)}"
                 if branch:
                     inner_branch = f"{branch}, {inner_branch}"
+                share = find_share(compat.innermost_scope(equation))
+                if share:
+                    inner_times = share.count_runs(times)
             yield from walk(inner_jaxpr, inner_times, inner_branch, site)
 
 

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._jax.compat import eval_shape
+from shardkit._jax.jaxprs import Share, share_scope
 from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import row
 from shardkit.pipelines.pieces import Piece, PieceArguments, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
 
-Fields = dict[str, jax.Array]  # a row of the table
+Fields = dict[str, Any]  # a row of the table: numbers by field, and a `CommonEnd` by the name of the end
 Leaves = list[jax.Array]
 Fn = Callable[..., Any]
 # `(layers, args, residuals, dy) -> (layers, dx, weight_residuals)`: a stage's backward pass. `layers` are the sums of
@@ -34,6 +35,13 @@ class Sums(NamedTuple):
     layers: Leaves
     shared: Any
     means: Any
+
+
+class CommonEnd(NamedTuple):
+    """An end of the model, embedding or head, that all devices run together in some ticks of a segment."""
+
+    microbatch: jax.Array  # for which they run it in this tick, the same on all devices; -1 for none
+    share: Share  # in how many ticks of the segment
 
 
 class LoopState(NamedTuple):
@@ -296,14 +304,17 @@ class Ops(NamedTuple):
         """The arguments of embedding or head, and whether this device runs it.
 
         On one device, only the device of the first or last stage runs it, `is_own`. Spread, all devices run it together
-        in some ticks, for the microbatch that the table's `ends` name: `fields` has `end` in these ticks alone, so that
-        the answer is True or False, and no traced value.
+        in some ticks, for the microbatch that the table's `ends` name. The answer is True or False where that holds in
+        all ticks of the segment, and elsewhere the `CommonEnd`.
         """
         if self.find_common is None:
             return args, is_own
         if end not in fields:
             return args, False
-        return self.find_common(fields[end]), True
+        common = fields[end]
+        if common.share.runs == common.share.ticks:
+            return self.find_common(common.microbatch), True
+        return self.find_common(jnp.maximum(common.microbatch, 0)), common
 
     def _select_own(self, is_own: Any, results: Leaves, otherwise: Leaves) -> Leaves:
         """The results of a spread embedding or head on the device of its stage; elsewhere `otherwise`."""
@@ -316,6 +327,11 @@ class Ops(NamedTuple):
             return fn()
         if on is False:
             return otherwise()
+        if isinstance(on, CommonEnd):
+            # The pieces hold collectives, which may stand in this branch: the number is a constant of the table, and
+            # the same on all devices, so that all of them take it or none does.
+            with jax.named_scope(share_scope(on.share)):
+                return lax.cond(on.microbatch >= 0, fn, otherwise)
         return self.exclusion.choose(on, fn, otherwise, piece)
 
 

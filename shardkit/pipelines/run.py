@@ -42,6 +42,7 @@ from jax import lax
 
 from shardkit._arguments.checks import Axis, named, quoted
 from shardkit._jax.compat import bound, eval_shape, varying_axes
+from shardkit._jax.jaxprs import Share
 from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
@@ -53,7 +54,7 @@ from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
 from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipelines.in_sequence import compute_in_sequence, count_layers, find_starts
-from shardkit.pipelines.ops import Branched, LoopState, Masked, Ops, Sums, write_slot
+from shardkit.pipelines.ops import Branched, CommonEnd, Fields, LoopState, Masked, Ops, Sums, write_slot
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule
@@ -179,7 +180,7 @@ class Execution(NamedTuple):
         pieces = Pieces(self.model, shared, example, live, min(sizes), common, owner)
         self._check_collectives(pieces, names, bool(live))
 
-        table = self.schedule.table(saved=not self.recompute, spread=spread)
+        table = self.schedule.table(saved=not self.recompute)
         ops = Ops(
             pieces,
             inputs.find_arguments,
@@ -282,7 +283,7 @@ class Executor(NamedTuple):
             begin = segments[0].begin
             ticks = sum(segment.ticks for segment in segments)
             rows = _slice_rows((column, ends), begin, times * ticks)
-            run_round = partial(self._run_round, segments)
+            run_round = partial(self._run_round, segments, times)
             if times == 1:
                 state, _ = run_round(state, rows)
             else:
@@ -316,8 +317,11 @@ class Executor(NamedTuple):
             sums,
         )
 
-    def _run_round(self, segments: Sequence[Segment], state: LoopState, rows: Any) -> tuple[LoopState, None]:
-        """The ticks of consecutive segments; `rows` are those of the table."""
+    def _run_round(
+        self, segments: Sequence[Segment], times: int, state: LoopState, rows: Any
+    ) -> tuple[LoopState, None]:
+        """The ticks of consecutive segments, which run so many times; `rows` are those of the table."""
+        width = sum(segment.ticks for segment in segments)
         for segment in segments:
             fields, ends = _slice_rows(rows, segment.begin - segments[0].begin, segment.ticks)
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
@@ -326,12 +330,31 @@ class Executor(NamedTuple):
             # with its own content; what the last tick sends is written after the scan.
             slots = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), fields[:, columns]])
             arrivals = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
-            run_tick = partial(self._run_tick, segment)
+            shares = self._find_shares(segment, width, times)
+            run_tick = partial(self._run_tick, segment, shares)
             (state, arrivals), _ = lax.scan(run_tick, (state, arrivals), (fields, ends, slots[:-1]))
             state = self._write_arrivals(state, segment, arrivals, slots[-1])
         return state, None
 
-    def _run_tick(self, segment: Segment, carry: Any, rows: Any) -> tuple[Any, None]:
+    def _find_shares(self, segment: Segment, width: int, times: int) -> dict[str, Share]:
+        """Which pieces all devices run together in ticks of a segment, and in how many of its ticks.
+
+        The segment is in a round of `width` ticks, which runs `times` times.
+        """
+        if self.ops.find_common is None:
+            return {}
+        ticks: list[int] = []
+        for number in range(times):
+            begin = segment.begin + number * width
+            ticks += range(begin, begin + segment.ticks)
+        counts = (self.table.ends[ticks] >= 0).sum(axis=0)
+        shares = {}
+        for end, count in zip(ENDS, counts, strict=True):
+            if count:
+                shares[end] = Share(int(count), len(ticks))
+        return shares
+
+    def _run_tick(self, segment: Segment, shares: dict[str, Share], carry: Any, rows: Any) -> tuple[Any, None]:
         """One tick: writes what has arrived, computes, and sends."""
         state, arrivals = carry
         columns, ends, slots = rows
@@ -339,10 +362,9 @@ class Executor(NamedTuple):
         # before it is read is updated in place, where the compiler would otherwise copy it.
         state = self._write_arrivals(state, segment, arrivals, slots)
         # A row of the table on this device, as numbers by name: which chunk and microbatch F runs, the slots to read.
-        fields = {field: columns[k] for k, field in enumerate(FIELDS)}
-        if ends is not None:
-            for end in segment.ends:
-                fields[end] = ends[ENDS.index(end)]
+        fields: Fields = {field: columns[k] for k, field in enumerate(FIELDS)}
+        for end, share in shares.items():
+            fields[end] = CommonEnd(ends[ENDS.index(end)], share)
 
         results: dict[str, list[jax.Array]] = {}
         if "F" in segment.ops:
@@ -357,9 +379,7 @@ class Executor(NamedTuple):
             moved.append(self._send(results[buffer_of(field)], field))
         return (state, moved), None
 
-    def _run_backward(
-        self, segment: Segment, state: LoopState, fields: dict[str, jax.Array]
-    ) -> tuple[LoopState, list[jax.Array]]:
+    def _run_backward(self, segment: Segment, state: LoopState, fields: Fields) -> tuple[LoopState, list[jax.Array]]:
         """I where the segment has it and the stage can be cut into halves, else B."""
         if self.ops.halves and "I" in segment.ops:
             return self.ops.input_gradient(state, fields, whole="B" in segment.ops)
@@ -421,7 +441,7 @@ def _find_rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment
     """
     kinds = []
     for segment in segments:
-        kinds.append((segment.ops, segment.ticks, segment.moves, segment.ends))
+        kinds.append((segment.ops, segment.ticks, segment.moves))
     begin = 0
     while begin < len(kinds):
         best_width = 1

@@ -176,12 +176,9 @@ class Schedule(Grid):
         """
         return assign_slots(self, find_lives(self, saved))
 
-    def table(self, saved: bool = False, spread: bool = False) -> Table:
-        """The int32 table that one program for all devices scans over; `saved` as for `slots`.
-
-        With `spread` its segments also differ in the embedding and the head, which all devices run together.
-        """
-        return lower_schedule(self, saved, spread)
+    def table(self, saved: bool = False) -> Table:
+        """The int32 table that one program for all devices scans over; `saved` as for `slots`."""
+        return lower_schedule(self, saved)
 
     def __str__(self) -> str:
         return draw_grid(self.rows)

@@ -56,14 +56,12 @@ class Segment(NamedTuple):
         begin: the first tick.
         ticks: the number of ticks.
         moves: the fields of `MOVES` that some device receives in one of these ticks.
-        ends: the `ENDS` that all devices run together in each of these ticks; () if nothing is spread over them.
     """
 
     ops: str
     begin: int
     ticks: int
     moves: tuple[str, ...]
-    ends: tuple[str, ...]
 
 
 class Table(NamedTuple):
@@ -114,7 +112,7 @@ _BUFFERS = {"input": "inputs", "saved": "saved", "cotangent": "cotangents", "kep
 _MOVED_BUFFERS = ("inputs", "cotangents")
 
 
-def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
+def lower_schedule(schedule: Grid, saved: bool) -> Table:
     """The table of a schedule; see `Schedule.table`.
 
     Worked example: 1F0 in tick 1 of 1F1B on two devices. In the row of tick 1 and device 1 it sets `forward_on` 1,
@@ -124,8 +122,7 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
     lives = find_lives(schedule, saved)
     slots = assign_slots(schedule, lives)
     rows = _write_rows(schedule, slots)
-    ends = _find_ends(schedule)
-    segments = _find_segments(schedule, rows, ends, spread)
+    segments = _find_segments(schedule, rows)
     crowded = _assign_free_slots(rows, segments, slots, _find_free_slots(schedule, slots, lives))
     rows[rows == _NOWHERE] = 0  # a device that is off reads slot 0, and discards the result
     buffers = {}
@@ -136,7 +133,7 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
             size += 1
         # At least one: a device that is off reads slot 0 even of a buffer that no value needs.
         buffers[name] = max(1, size)
-    return Table(rows, segments, slots, buffers, crowded, ends)
+    return Table(rows, segments, slots, buffers, crowded, _find_ends(schedule))
 
 
 def buffer_of(field: str) -> str:
@@ -222,30 +219,24 @@ def _find_ends(schedule: Grid) -> np.ndarray:
     return ends
 
 
-def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray, spread: bool) -> tuple[Segment, ...]:
-    """Runs of ticks with the same kinds of op and, if embedding and head are spread, with the same ends."""
+def _find_segments(schedule: Grid, rows: np.ndarray) -> tuple[Segment, ...]:
+    """Runs of ticks with the same kinds of op."""
     tick_ops: list[set[str]] = [set() for _ in range(_count_ticks(schedule))]
     for action, tick in schedule.ticks.items():
         tick_ops[tick].add(action.op)
-    kinds = []
-    for ops, microbatches in zip(tick_ops, ends, strict=True):
-        tick_ends = []
-        for end, microbatch in zip(ENDS, microbatches, strict=True):
-            if spread and microbatch >= 0:
-                tick_ends.append(end)
-        kinds.append(("".join(op for op in OPS if op in ops), tuple(tick_ends)))
+    kinds = ["".join(op for op in OPS if op in ops) for ops in tick_ops]
     segments = []
     begin = 0
     # A segment is compiled as one scan, and its body has these ops alone: in the first ticks of GPipe no device
     # computes a backward that it would discard.
-    for (ops_text, run_ends), run in groupby(kinds):
+    for ops_text, run in groupby(kinds):
         ticks = len(list(run))
         moves = []
         for field in MOVES:
             slots = rows[begin : begin + ticks, :, FIELDS.index(field)]
             if (slots != _NOWHERE).any():
                 moves.append(field)
-        segments.append(Segment(ops_text, begin, ticks, tuple(moves), run_ends))
+        segments.append(Segment(ops_text, begin, ticks, tuple(moves)))
         begin += ticks
     return tuple(segments)
 

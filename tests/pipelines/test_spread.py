@@ -121,6 +121,22 @@ def test_what_the_ends_compute_and_send(name):
     assert sum(heads) == m
 
 
+# Once each tick with another set of ends was a loop of its own: 39 of 1F1B on 8 devices with 16 microbatches, for 4.
+# proves S78
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1"])
+def test_spread_ends_add_no_loop_over_ticks(name):
+    moves = {}  # in the body of each loop over ticks are those of its segment
+    for is_spread in (True, False):
+        pipe = sk.pipeline(make(name, 4, 8, 1), "stage", spread=spread if is_spread else None)
+        pieces = (embed, stage, head) if is_spread else ALONE
+        grad_fn = pipe.value_and_grad(*pieces, layer_numbers=True)
+        mesh = sk.make_mesh(jax.devices()[:4], stage=4)
+        init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=pipe.plan)
+        text = step.trace(init(make_params(4), KEY), make_batch(16)).lower().as_text()
+        moves[is_spread] = text.count("stablehlo.collective_permute")
+    assert 4 <= moves[True] == moves[False] <= 16
+
+
 # The plan of another pipeline, branches, a vocabulary that does not divide, and a head that forgets its collective.
 def test_what_is_refused():
     pipe = sk.pipeline(schedules.lockstep(4, 4), "stage", spread=spread)

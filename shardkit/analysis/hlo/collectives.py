@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardkit._jax.jaxprs import find_share
 from shardkit._jax.primitives import KIND_OF_OPCODE
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.compute import NO_CLOCK, Clock, ModuleWork, Work
@@ -180,6 +181,10 @@ class Reader:
                 yield body, times * length, loop_constants, branch
                 yield condition, times * (length + 1), loop_constants, branch  # once more, to end the loop
         elif instruction.opcode == "conditional":
+            # The empty branch sends nothing, so that its count does not matter.
+            share = find_share(instruction.op_name)
+            if share:
+                times = share.count_runs(times)
             for number, call in enumerate(instruction.calls, 1):
                 inner_branch = f"branch {number} of {len(instruction.calls)}"
                 if branch:  # a conditional in a conditional

@@ -17,6 +17,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardkit._jax.jaxprs import Share, find_share
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.protobuf import signed
@@ -70,6 +71,13 @@ class Work(NamedTuple):
             self.seconds + times * other.seconds,
             self.kernels + times * other.kernels,
         )
+
+    def scale(self, share: Share) -> Work:
+        """The mean over the rounds of a loop, of which this share does the work."""
+        part = share.runs / share.ticks
+        flops = round(self.flops * part)
+        size = round(self.bytes * part)
+        return Work(flops, size, self.seconds * part, math.ceil(self.kernels * part))  # a kernel is a kernel
 
 
 NO_WORK = Work()
@@ -132,7 +140,9 @@ class ModuleWork:
             body = self.of_computation(instruction.calls[0])
             return NO_WORK.plus(body, times)
         if opcode == "conditional":
-            return self._largest_branch(instruction)
+            largest = self._largest_branch(instruction)
+            share = find_share(instruction.op_name)
+            return largest if share is None else largest.scale(share)
         if opcode == "call":
             return self.of_computation(instruction.calls[0])
         if opcode == "copy-start":
