@@ -5,6 +5,8 @@ every H steps: plain averages (sgd of rate 1 outside), or DiLoCo's Nesterov of r
 `dp` takes the same batches in one step each. The loss is that of the parameters after the last exchange, on bytes that
 no run has seen. Bytes are what one device sends over the axis of the workers.
 
+`--first` measures what the first step costs in one process, CPU seconds and programs compiled, beside `dp`.
+
 `--link` times both across two hosts instead, network namespaces whose link `tc` throttles (see links.py): a step of
 `dp`, which waits for the link, and the mean of 50 steps of DiLoCo with their exchanges, in turns.
 """
@@ -95,9 +97,52 @@ def over_link(rounds: int, rates: Sequence[int]) -> str:
     return f"{links.LABEL}\n{table(lines)}"
 
 
+def first_steps() -> str:
+    """The table of `--first`: CPU seconds of the first state and of the first step, and what the step compiles."""
+    config = transformer.Config(layers=2, dim=64, heads=4, vocabulary=256)
+    grad_fn = sk.value_and_grad(transformer.loss_fn(config))
+    params, key = parameters.init(jax.random.key(0), config), jax.random.key(1)
+    tokens = np.zeros((WORKERS * EACH, TOKENS), np.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+
+    def worker(mesh: Any) -> sk.TrainStep:
+        return sk.make_train_step(grad_fn, optax.adamw(3e-3), mesh=mesh, plan=sk.dp("data"))
+
+    forms = {
+        "dp": (worker(sk.make_mesh(data=WORKERS)), batch),
+        "DiLoCo": (
+            sk.diloco(worker, NESTEROV, mesh=sk.make_mesh(pod=WORKERS, data=1), axis="pod"),
+            [each_worker(batch, k) for k in range(WORKERS)],
+        ),
+    }
+    compiled: list[float] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(seconds) if name.endswith("/backend_compile_duration") else None
+    )
+    lines = [("form", "state, CPU s", "first step, CPU s", "compiled")]
+    for name, (run, given) in forms.items():
+        begun = time.process_time()
+        state = jax.block_until_ready(run.init(params, key))
+        between = time.process_time()
+        compiled.clear()
+        jax.block_until_ready(run.step(state, given))
+        ended = time.process_time()
+        lines.append((name, f"{between - begun:.1f}", f"{ended - between:.1f}", str(len(compiled))))
+    return table(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains each form on the same batches and prints a line for it."""
-    options = start(__doc__, argv, devices=WORKERS, link="time both over a throttled link between two hosts")
+    options = start(
+        __doc__,
+        argv,
+        devices=WORKERS,
+        link="time both over a throttled link between two hosts",
+        first="measure the first step of both in one process",
+    )
+    if options.first:
+        print(first_steps())
+        return
     if options.link:
         print(over_link(options.rounds or (1 if options.smoke else 5), (100,) if options.smoke else (100, 1000)))
         return

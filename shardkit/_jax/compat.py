@@ -1,7 +1,7 @@
 """Programs and types, where they depend on the jax version (0.10 to 0.12).
 
-Private names of jax are looked up by `private` alone, here, in `backends.py` (devices, processes, compilers) and in
-`sealed.py`.
+Private names of jax are looked up by `private` alone, here, in `backends.py` (devices, processes, compilers), in
+`relocation.py` and in `sealed.py`.
 """
 
 from __future__ import annotations

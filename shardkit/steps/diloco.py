@@ -25,6 +25,7 @@ from shardkit.meshes.layout import spec_axes
 from shardkit.meshes.submeshes import join_submeshes, submeshes
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
+from shardkit.steps.alike import AlikePrograms, AlikeRun
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.optimizer import Master
 from shardkit.steps.state import TrainState
@@ -408,6 +409,7 @@ def diloco(
             f"diloco: axis must be one of the mesh, {sized(mesh.shape.items())}; got {axis!r}. Add it to make_mesh."
         )
     train_steps: list[TrainStep | None] = []
+    programs = AlikePrograms()
     for worker_mesh in submeshes(mesh, axis):
         processes = {device.process_index for device in worker_mesh.devices.flat}
         if jax.process_index() not in processes:
@@ -415,9 +417,20 @@ def diloco(
             continue
         train_step = make_step(worker_mesh)
         _check_train_step(train_step, worker_mesh, axis)
-        train_steps.append(train_step)
+        train_steps.append(_compile_once(train_step, worker_mesh, programs))
     reduce.check("diloco", "reduce", "all_reduce", (axis,))
     return Diloco(tuple(train_steps), outer, auto_mesh(mesh), axis, fragments, reduce)
+
+
+def _compile_once(train_step: TrainStep, mesh: Mesh, programs: AlikePrograms) -> TrainStep:
+    """The step of a worker, which shares the executable of an earlier worker of this process that is alike."""
+    devices = list(mesh.devices.flat)
+    is_local = all(device.process_index == jax.process_index() for device in devices)
+    # A process has several workers where devices are simulated. That other platforms place an executable on other
+    # devices was not tried.
+    if not is_local or devices[0].platform != "cpu":
+        return train_step
+    return train_step._replace(step=train_step.step.with_run(lambda run: AlikeRun(run, programs, devices)))
 
 
 def _check_train_step(train_step: Any, mesh: Mesh, axis: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import jax
@@ -92,6 +93,12 @@ class Step:
         if self.ends["stop"] and not metrics["finite"]:
             self._stop(new, metrics)
         return new, metrics
+
+    def with_run(self, wrap: Callable[[Any], Any]) -> Step:
+        """The same step around another form of its program: `wrap` gets the jitted function."""
+        step = copy(self)
+        step._run = wrap(self._run)
+        return step
 
     def trace(self, state: TrainState, batch: Any = None) -> jax.stages.Traced:
         """The program of one call, as a jaxpr."""

@@ -13,6 +13,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
+from shardkit.meshes.submeshes import submeshes
 from shardkit.plans.storage import collect_arrays, replace_arrays
 from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.arguments import make_input
@@ -21,6 +22,7 @@ from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.one_device import make_gradient, make_update
 from support import jobs, rows
 from support.conformance import weights
+from support.counting import Compiles
 from support.refusals import refused
 from support.tiers import DEEP
 from support.training import lenient
@@ -281,6 +283,61 @@ def test_parameters_of_a_key_are_the_same_for_all_workers():
         jax.tree.map(np.testing.assert_array_equal, own, state.workers[0].params)
     drawn = {tuple(jax.random.key_data(own.key).tolist()) for own in state.workers}
     assert len(drawn) == WORKERS  # of dropout
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_alike_workers_are_compiled_once(alike):
+    """And get the bits that each would get by itself; workers that are not alike keep programs of their own."""
+    mesh = sk.make_mesh(jax.devices()[:4], pod=2, data=2)
+    rates = iter([0.1, 0.1] if alike else [0.1, 0.2])
+
+    def make_step(worker_mesh: Any) -> Any:
+        options = {"mesh": worker_mesh, "plan": PLANS["zero1"], "check": False}
+        return sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(next(rates), momentum=0.9), **options)
+
+    run = sk.diloco(make_step, OUTER, mesh=mesh, axis="pod")
+    state = run.init(PARAMS, KEY)
+    batches = [make_batch(number) for number in range(2)]
+    rates = iter([0.1, 0.1] if alike else [0.1, 0.2])
+    expected = []
+    for number, worker_mesh in enumerate(submeshes(mesh, "pod")):
+        alone = make_step(worker_mesh)
+        worker = alone.init(PARAMS, KEY)
+        worker = worker._replace(key=jax.random.fold_in(worker.key, number))
+        for _ in range(2):
+            worker, metrics = alone.step(worker, batches[number])
+        expected.append((worker, metrics))
+    with Compiles() as compiles:
+        state, _ = run.step(state, batches)
+        state, metrics = run.step(state, batches)
+    assert compiles.count == (1 if alike else 2)
+    for number, (worker, values) in enumerate(expected):
+        jax.tree.map(np.testing.assert_array_equal, state.workers[number].params, worker.params)
+        jax.tree.map(np.testing.assert_array_equal, metrics[number], values)
+        assert jax.tree.leaves(state.workers[number].params)[0].sharding.mesh == worker.step.sharding.mesh
+    shorter = [jax.tree.map(lambda x: x[:8], batch) for batch in batches]
+    state, _ = run.step(state, shorter)
+    assert int(state.step) == 3
+
+
+def test_workers_whose_loss_calls_python_are_compiled_apart():
+    """jax refuses to write a program with the address of a function, which is then no error."""
+    mesh = sk.make_mesh(jax.devices()[:2], pod=2, data=1)
+    calls: Any = []
+
+    def noting_loss(params: Any, batch: Any, keys: Any) -> Any:
+        jax.debug.callback(calls.append, jnp.sum(batch["y"]))
+        return loss_fn(params, batch, keys)
+
+    def make_step(worker_mesh: Any) -> Any:
+        return sk.make_train_step(sk.value_and_grad(noting_loss), optax.sgd(0.1), mesh=worker_mesh, plan=PLANS["dp"])
+
+    run = sk.diloco(make_step, OUTER, mesh=mesh, axis="pod")
+    state = run.init(PARAMS, KEY)
+    with Compiles() as compiles:
+        jax.block_until_ready(run.step(state, [make_batch(number) for number in range(2)]))
+        jax.effects_barrier()
+    assert compiles.count >= 2 and len(calls) == 2
 
 
 def test_fragments_send_their_rows_alone():
