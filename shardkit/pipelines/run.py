@@ -22,10 +22,11 @@ At the start of tick 5 device 0 writes dx to its slot 0 and reads it for 0B1, an
 reads it for 1F2. Both devices send and receive both ways in every tick: what nobody needs goes to a slot that is free.
 
 More words. Embedding and head are "spread" where the plan of their leaves lays them out over the pipe axis: then all
-devices run them together, each with its part, and not the first and the last stage alone. A buffer is "crowded" where
-in some tick a device has no free slot in it: an arrival that the device does not need is then dropped. Examples are
-split into microbatches, the stack is reshaped by chunk, leaves are partitioned into floats and others, and a backward
-pass is cut into halves, I and W.
+devices run them together, each with its part, and not the first and the last stage alone. The table's `ends` say in
+which ticks. If these are not all ticks of a segment, a branch leaves the end out, which all devices take in the same
+ticks. A buffer is "crowded" where in some tick a device has no free slot in it: an arrival that the device does not
+need is then dropped. Examples are split into microbatches, the stack is reshaped by chunk, leaves are partitioned into
+floats and others, and a backward pass is cut into halves, I and W.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Execution(NamedTuple):
         pieces = Pieces(self.model, shared, example, live, min(sizes), common, owner)
         self._check_collectives(pieces, names, bool(live))
 
-        table = self.schedule.table(saved=not self.recompute)
+        table = self.schedule.table(saved=not self.recompute, spread=spread)
         ops = Ops(
             pieces,
             inputs.find_arguments,

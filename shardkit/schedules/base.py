@@ -176,9 +176,12 @@ class Schedule(Grid):
         """
         return assign_slots(self, find_lives(self, saved))
 
-    def table(self, saved: bool = False) -> Table:
-        """The int32 table that one program for all devices scans over; `saved` as for `slots`."""
-        return lower_schedule(self, saved)
+    def table(self, saved: bool = False, spread: bool = False) -> Table:
+        """The int32 table that one program for all devices scans over; `saved` as for `slots`.
+
+        With `spread`, where all devices run embedding and head together, its segments may differ in these two as well.
+        """
+        return lower_schedule(self, saved, spread)
 
     def __str__(self) -> str:
         return draw_grid(self.rows)

@@ -137,6 +137,17 @@ def test_spread_ends_add_no_loop_over_ticks(name):
     assert 4 <= moves[True] == moves[False] <= 16
 
 
+# Two devices of 1F1B send outputs and cotangents in turn; in a V each move is in half of the ticks.
+@pytest.mark.check
+@pytest.mark.parametrize(("name", "p", "most"), [("one_f_one_b", 2, 16), ("zero_bubble_v", 4, 127)])
+def test_segments_stay_short_where_long_ones_would_send_much_more(name, p, most):
+    sent = {}
+    for is_spread in (True, False):
+        segments = make(name, p, 8, 1).table(saved=True, spread=is_spread).segments
+        sent[is_spread] = sum(segment.ticks * len(segment.moves) for segment in segments)
+    assert sent[True] <= most < 0.8 * sent[False]
+
+
 # The plan of another pipeline, branches, a vocabulary that does not divide, and a head that forgets its collective.
 def test_what_is_refused():
     pipe = sk.pipeline(schedules.lockstep(4, 4), "stage", spread=spread)
