@@ -301,9 +301,10 @@ def _is_axis(x: Any) -> bool:
 
 
 def _is_spec(x: Any) -> bool:
-    if not isinstance(x, PartitionSpec):
+    # Axes that are `unreduced` or `reduced` say of an array of jit what a shard_map's collectives are to do.
+    if not isinstance(x, PartitionSpec) or x.unreduced or x.reduced:
         return False
-    for entry in x:
+    for entry in x.partitions:
         names = entry if isinstance(entry, tuple) else (entry,)
         if entry is not None and not all(isinstance(name, str) for name in names):
             return False

@@ -41,11 +41,13 @@ class Difference(NamedTuple):
         number: uint64 [components, ...].
         real: float64 [...].
         asked: bool [...], where the difference is a number: neither NaN nor infinite.
+        valid: bool [components, ...], which components have a meaning.
     """
 
     number: np.ndarray
     real: np.ndarray
     asked: np.ndarray
+    valid: np.ndarray
 
 
 class Differences:
@@ -63,7 +65,8 @@ class Differences:
         """Notes the comparison of x with y at a place: side, equation and part of the equation."""
         difference = to_number(field, subtract(field, x, y))
         asked = (difference.poison == 0) & (difference.infinite == 0)
-        self.by_place[*place, self._times[place]] = Difference(difference.number, difference.real[0], asked)
+        valid = np.broadcast_to(field.valid(difference.used[0]), difference.number.shape)
+        self.by_place[*place, self._times[place]] = Difference(difference.number, difference.real[0], asked, valid)
         self._times[place] += 1
 
 
@@ -207,4 +210,39 @@ def _find_residues_of_crossing(
         start = number - pow(round(1 / _STEP), -1, p)
         slope = (b - a) * round(1 / _STEP) % p
         components.append((start - a * pow(slope, -1, p)) % p if slope else number)
-    return np.array(components, np.uint64)
+    residues = np.array(components, np.uint64)
+    valid = first.valid.reshape(len(residues), -1)[:, at]
+    return _complete_residues(residues, valid, field.residues.moduli)
+
+
+def _complete_residues(residues: np.ndarray, valid: np.ndarray, moduli: np.ndarray) -> np.ndarray:
+    """The residues of a simple rational in all components, if those with a meaning are its residues.
+
+    Worked example: `floor(log(exp(x)))` jumps at x = 2. An exp and a logarithm have used up the lowest prime and the
+    highest, so that they say nothing of x, and the others say that it is 2. Then it is 2 modulo all primes: of an x
+    that is 2 modulo some primes alone, `floor(x)` would not be 2.
+    """
+    if valid.all() or not valid.any():
+        return residues
+    place = int(np.flatnonzero(valid)[-1])  # of the largest prime
+    numerator, denominator = _find_ratio(int(residues[place]), int(moduli[place]))
+    completed = []
+    for p in moduli.tolist():
+        completed.append(numerator * pow(denominator, -1, p) % p)
+    if not (np.array(completed, np.uint64) == residues)[valid].all():
+        return residues
+    return np.array(completed, np.uint64)
+
+
+def _find_ratio(residue: int, p: int) -> tuple[int, int]:
+    """The numerator and the denominator of the simplest rational of a residue, by Euclid's algorithm.
+
+    Worked example: 6 modulo 11 is 1/2, because 2 * 6 is 12. The remainders of 11 and 6 are 5 and 1, and 1 = 2 * 6 - 11.
+    """
+    remainder_before, remainder = p, residue
+    factor_before, factor = 0, 1
+    while remainder * remainder > p:
+        quotient = remainder_before // remainder
+        remainder_before, remainder = remainder, remainder_before - quotient * remainder
+        factor_before, factor = factor, factor_before - quotient * factor
+    return remainder, factor

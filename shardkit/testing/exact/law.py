@@ -218,9 +218,12 @@ def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) 
     Worked example: 40 rows, each of which needs a draw of seed 0. The first row runs the training in Field(2, seed=0),
     and takes a second; the other rows read its outputs.
     """
-    # Three fields need a run of their own: one whose values a search looks at; one with the laws of roots, where a
-    # number says of which root of its own field it is a multiple; and one whose constants stand for others.
-    if seen is not None or field.coverage is None or field.settings.laws_of_roots or field.choices.folded:
+    # Some fields need a run of their own: one whose values a search looks at; one with the laws of roots, where a
+    # number says of which root of its own field it is a multiple; one whose constants stand for others, or are computed
+    # in the field; and one in which equal numbers share a key.
+    choices = field.choices
+    has_choices = bool(choices.folded) or choices.exact_functions or choices.same_keys
+    if seen is not None or field.coverage is None or field.settings.laws_of_roots or has_choices:
         return _evaluate_alone(training, steps, field, seen)
     results, other = _run_alone_once(training, steps, field.settings, field.coverage.identifies, field.choices.centres)
     field.add_notes(other, [ALONE])

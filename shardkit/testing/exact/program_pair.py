@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from typing import Any, NamedTuple
 
@@ -106,6 +106,7 @@ class ProgramPair:
         tied_draws: for each comparison, by its key, the fields of draws in which it compared equal numbers.
         folded: constants that stand for the numbers from which they were computed, because both sides are equal then.
         lacks_floats: whether floats were to propose inputs, and jax cannot run the programs for many of them.
+        exact_functions: whether functions of constants are computed in the field, because both sides are equal then.
     """
 
     where: str
@@ -128,6 +129,7 @@ class ProgramPair:
     tied_draws: dict[Any, list[Field]] = attribute(default_factory=dict)
     folded: Mapping[Constant, Folded] = attribute(default_factory=dict)
     lacks_floats: bool = False
+    exact_functions: bool = False
 
     def evidence(self) -> Evidence:
         """What all runs have shown."""
@@ -278,6 +280,7 @@ class ProgramPair:
         field.choices.centres = tuple(sorted(self.coverage.constants))
         field.choices.elements = tuple(elements)
         field.choices.folded = self.folded
+        field.choices.exact_functions = self.exact_functions
         return field
 
     def make_field(self, seed: int, kind: str) -> Field:
@@ -336,7 +339,7 @@ class ProgramPair:
         # which differences are compared with zero, and which of them both sides compare.
         results = self._run_and_compare(field)
         if not results.are_equal():
-            results = self._run_with_folded_constants(field, results) or results
+            results = self._run_with_folded_constants(field, results) or self._run_otherwise(field) or results
         pairs, equal, compared, coverage = results
         are_defined = True
         for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
@@ -425,6 +428,35 @@ class ProgramPair:
                 if again.are_equal():
                     self.folded = other.choices.folded
                     return again
+        return None
+
+    def _run_otherwise(self, field: Field) -> _Results | None:
+        """Equal results, if it was a float that told the programs apart, and no number of the field; else None.
+
+        Worked example: `log(2 * y) - log(2)` and `log(y)`, where log(2) was computed in float32. With log(2) in the
+        field both are equal, but a program that has 0.6931472 in its place may be equal to log(2) in float32 alone. So
+        constants are taken as in the run before, and the other way if the results differ.
+        """
+        choices = field.choices
+        candidates = []
+        if field.notes.rounded and not field.compiled:
+            candidates.append(replace(choices, exact_functions=not choices.exact_functions))
+        if field.settings.order is None and field.notes.compared:
+            candidates.append(replace(choices, same_keys=True))
+            candidates += [replace(candidate, same_keys=True) for candidate in candidates[:-1]]
+        for candidate in candidates:
+            other = field.like()
+            other.choices = candidate
+            with suppress(*NO_VALUE):
+                results = self._run_and_compare(other)
+                if results.are_equal():
+                    self.exact_functions = candidate.exact_functions
+                    return results
+            if other.notes.lost:
+                raise UndecidedError(
+                    f"{self.subject}not decided: the sides differ for inputs for which float64 rounds a number to zero "
+                    "that is compared. Compare floats for such inputs with assert_matches_reference."
+                )
         return None
 
     def _make_coverage(self, differences: Differences | None = None) -> Coverage:

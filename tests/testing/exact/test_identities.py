@@ -53,6 +53,17 @@ KNOWN = {
     "a difference of constants": (lambda x: x * (one() - 0.1), lambda x: 0.9 * x),
     "powers of constants": (lambda x: x / (1 - (0.9 * one()) ** 3), lambda x: x * (1 / (one() - 0.729))),
     "a quotient by a root of a constant": (lambda x: x / jnp.sqrt(2 * one()), lambda x: x * (1 / jnp.sqrt(2 * one()))),
+    "the log of a constant": (lambda x: jnp.log(2 * x) - jnp.log(2 * one()), jnp.log),
+    "the exp of a constant": (lambda x: jnp.exp(x + 0.3), lambda x: jnp.exp(0.3 * one()) * jnp.exp(x)),
+    "logs of constants": (
+        lambda x: x * jnp.log(6 * one()),
+        lambda x: x * (jnp.log(2 * one()) + jnp.log1p(jnp.expm1(jnp.log(3 * one())))),
+    ),
+    "a root of a constant": (lambda x: x / jnp.sqrt(2 * one()), lambda x: x * jnp.sqrt(2 * one()) / 2),
+    "constants in order": (
+        lambda x: x * jnp.sort(one() * np.float32([0.7, 0.1, 0.2]) / 3)[1] * 3,
+        lambda x: x * (0.2 * one()),
+    ),
     "a thousand tenths": (lambda x: x * (0.1 * jnp.ones(1000)).sum(), lambda x: 100 * x),
     "constants of a loop": (
         lambda x: x * lax.scan(lambda c, y: (c * 0.9 + y, c), one(), 0.9 * jnp.ones(3) + 0.0125)[1][-1],
@@ -205,6 +216,47 @@ def test_a_clip_by_a_global_norm():
 )
 def test_a_constant_that_stands_for_what_it_was_computed_of(left, right, words):
     assert any(f"is {words}, rounded" in sentence for sentence in equal(left, right).assumed)
+
+
+# Where x is tiny or large, float64 rounds one side to another answer than the other side's.
+ROUNDED = {
+    "log(exp(x)) > 0": (lambda x: jnp.where(jnp.log(jnp.exp(x)) > 0, x, 0), relu),
+    "floor(log(exp(x)))": (lambda x: jnp.floor(jnp.log(jnp.exp(x))), jnp.floor),
+    "x + 2 - 2 > 0": (lambda x: jnp.where(x * x + 2 - 2 > 0, x, 7), lambda x: jnp.where(x * x + 2 > 2, x, 7)),
+    "log(2y) - log(2) of a tiny log": (
+        lambda x: (jnp.log((x * x + 1) * 2) - jnp.log(2 * one())) * 1e6,
+        lambda x: jnp.log(x * x + 1) * 1e6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_refutes_nothing(name):
+    left, right = ROUNDED[name]
+    equal(left, right, grad=False)
+
+
+# Each is right but for a constant, or for which of two numbers is compared.
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda x: jnp.log(2 * x) - jnp.log(2.001 * one()), jnp.log),
+        (lambda x: jnp.exp(x + 1), lambda x: 4 * jnp.exp(x)),  # exp is 4 to some power here, and 1 is not that power
+        (lambda x: jnp.exp(x + 0.3), lambda x: jnp.exp(0.3001 * one()) * jnp.exp(x)),
+        (lambda x: x * jnp.log(4 * one()), lambda x: x * jnp.log(2 * one()) ** 2),
+        (lambda x: x / jnp.sqrt(2 * one()), lambda x: x * jnp.sqrt(2.001 * one()) / 2),
+        (lambda x: jnp.where(jnp.log(jnp.exp(x)) > 0.01, x, 0), relu),
+        (lambda x: jnp.floor(jnp.log(jnp.exp(x)) + 1e-3), jnp.floor),
+        (lambda x: jnp.where(x * x + 2 - 2 > 1e-3, x, 7), lambda x: jnp.where(x * x + 2 > 2, x, 7)),
+        (
+            lambda x: x * jnp.sort(one() * np.float32([0.7, 0.1, 0.2]) / 3)[2] * 3,
+            lambda x: x * (0.2 * one()),
+        ),
+    ],
+)
+def test_what_rounding_does_not_tell_apart_is_told_apart(wrong, right):
+    message = refused(lambda: equal(wrong, right, grad=False), (AssertionError, ValueError))
+    assert "is not the reference's for all inputs" in message or "not decided" in message
 
 
 # Float32 rounds each to the other side, and so does nothing that is computed exactly.

@@ -228,6 +228,18 @@ def test_a_certificate_says_if_rare_inputs_were_not_looked_for():
     assert "rare inputs" not in str(prove(relu, relu, (1.0,)))
 
 
+def test_a_mesh_of_devices_hides_no_rare_input():
+    """The traced program then has its devices, and floats run it without them."""
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    x = jax.ShapeDtypeStruct((16,), jnp.float32)
+    layout = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data"), "args": (x,), "grad": False}
+    assert "rare inputs" not in str(sk.testing.assert_equal_for_all_inputs(relu, relu, **layout))
+    with pytest.raises((AssertionError, UnprovableError)):
+        sk.testing.assert_equal_for_all_inputs(
+            lambda x: multiply_positive_parts(x)[None] * x, lambda x: 0 * x, **layout
+        )
+
+
 def test_bfloat16_hides_no_rare_input():
     def kernel(x):
         return multiply_positive_parts(x.astype(jnp.bfloat16)).astype(jnp.float32)

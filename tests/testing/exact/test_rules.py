@@ -35,6 +35,16 @@ def looped(x, y):
     return lax.while_loop(lambda c: c[0] < here(), lambda c: (c[0] + 1, c[1] + y), start)[1]
 
 
+def looped_by_rows(x, y):
+    """A loop of each row that ends by its own floats, as `jax.vmap` batches it: the rows end one after the other."""
+    halve = jax.vmap(lambda row: lax.while_loop(lambda c: jnp.abs(c).sum() > 1, lambda c: c / 2, row))
+    return halve(x) + y
+
+
+def largest_of_none(x, y):
+    return jnp.where(x[:0].max(0, initial=-5) > -jnp.inf, x, y) + lax.reduce_min(y[:0], axes=(0, 1)).clip(max=3)
+
+
 def scanned(reverse):
     def scan(x, y):
         step = lambda c, row: (c + row * y[0], (c - row, 2 * row))  # noqa: E731
@@ -89,6 +99,7 @@ ROWS = {
     "sums": lambda x, y: [x.sum(0), x.sum(1), x.sum(), (x * y).sum(0), x.mean(0), x[:0].sum(0)],
     "products": lambda x, y: [x.prod(0), y.prod(1), x.prod(), x[:, :0].prod(1)],
     "largest": lambda x, y: [x.max(0), y.max(1), x.max(), y.min(0), x.min(1), x.min()],
+    "largest of none": lambda x, y: largest_of_none(x, y),
     "places of the largest": lambda x, y: [jnp.argmax(x, 0), jnp.argmax(y, 1), jnp.argmin(x, 0), jnp.argmin(y, 1)],
     "cumulated": lambda x, y: [[f(x, 0), f(y, 1, reverse=True)] for f in CUMULATED],
     "sorted": lambda x, y: [jnp.sort(x, 0), jnp.sort(y, 1), sorted_together(x, y), lax.top_k(x, 2), lax.top_k(-y.T, 3)],
@@ -135,7 +146,8 @@ ROWS = {
         y.at[here() + 2].add(x[0], mode="clip"),
     ],
     "branches and loops": lambda x, y: [
-        shifted_cond(x + 0 * y, y + 0 * x), looped(x, y), scanned(False)(x, y), scanned(True)(x, y),
+        shifted_cond(x + 0 * y, y + 0 * x), scanned(False)(x, y), scanned(True)(x, y),
+        looped(x, y), looped_by_rows(x, y),
     ],
     "sums over devices": lambda x, y: [
         lax.psum(x, "a"), lax.psum(y, "b"), lax.psum(x * y, BOTH), lax.psum(sk.vary(x, BOTH), BOTH),

@@ -117,12 +117,16 @@ class Choices:
         folded: constants that stand for the exact values of computations, by value and dtype.
         turned: the comparisons whose outcome is turned round in this run (`hidden.py`), by the id of the equation and
             the part of it; where it is so: EVERYWHERE, TIES, or bool [...].
+        exact_functions: whether exps, logarithms and roots of constants are computed in the field, and not in floats.
+        same_keys: whether equal numbers have the same place in the order, however float64 rounds each of them.
     """
 
     centres: tuple[float, ...] = ()
     elements: tuple[Element, ...] = ()
     folded: Mapping[Constant, Folded] = dataclasses.field(default_factory=dict)
     turned: Mapping[tuple[int, str], np.ndarray | str] = dataclasses.field(default_factory=dict)
+    exact_functions: bool = False
+    same_keys: bool = False
 
 
 class Field:
@@ -272,7 +276,7 @@ class Field:
         Worked example: of a field of two points with the seed 5, `field.like(seed=6)` has two other points.
         """
         other = Field(self.settings._replace(**changes))
-        other.choices = Choices(self.choices.centres, self.choices.elements, self.choices.folded)
+        other.choices = dataclasses.replace(self.choices, turned={})
         return other
 
     def with_laws_of_roots(self) -> Field:

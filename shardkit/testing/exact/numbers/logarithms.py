@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.same_keys import recall_keys
 from shardkit.testing.exact.numbers.tower import LEVELS
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
@@ -71,7 +72,8 @@ def log(field: Field, x: Exact) -> Exact:
     infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
     if field.settings.order is None:
         # Negative in this draw, but not known to be so for all inputs.
-        happens_to_be_negative = ~zero & (x.real[0] < 0) & (poison == 0)
+        keys = recall_keys(field, x.number, x.real[0])
+        happens_to_be_negative = ~zero & (keys < 0) & (poison == 0)
         poison = np.maximum(poison, np.where(happens_to_be_negative, OUTSIDE, 0))
     # The whole number moves to the factor, with the primes that it has used up.
     factor = np.where(zero, np.uint64(1), x.number)

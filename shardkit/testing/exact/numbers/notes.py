@@ -36,6 +36,7 @@ class Notes:
             inputs.
         outside: the line where a value was first outside of the domain of a function.
         chances: whether random bits of keys were used, which differ from draw to draw.
+        lost: whether float64 had zero for a number that is not zero, and whose place in the order was asked for.
     """
 
     inputs: dict[str, Exact] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Notes:
     domains: bool = False
     outside: str = ""
     chances: bool = False
+    lost: bool = False
 
     @property
     def rounds(self) -> bool:

@@ -24,6 +24,7 @@ class NumberLaws:
         numbers_of_bits: the floats that became words of bits (`bitcast`): from their dtype and the residues of a
             word to the residues, the facts and the real value of the float.
         degree_of_bits: bounds of the degree of all floats that became bits.
+        keys: the place in the order of a number, by its residues (`same_keys.py`).
     """
 
     def __init__(self, moduli: np.ndarray):
@@ -32,3 +33,4 @@ class NumberLaws:
         self.halves: dict[tuple[bytes, bytes], tuple[np.ndarray, Degree]] = {}
         self.numbers_of_bits: dict[tuple[str, bytes], tuple[np.ndarray, np.ndarray, float]] = {}
         self.degree_of_bits = CONSTANT
+        self.keys: dict[bytes, float] = {}

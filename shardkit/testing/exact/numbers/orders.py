@@ -25,6 +25,7 @@ from shardkit.testing.exact.numbers.errors import TooDeepError, UnknownValueErro
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import exp, exp_keeping_infinity, to_number
+from shardkit.testing.exact.numbers.same_keys import recall_keys
 from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.numbers.values import HUGE, INFINITE, OUTSIDE, TRULY, Exact
 
@@ -41,14 +42,38 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
     if used >= field.settings.levels - 1:
         raise TooDeepError
     if field.settings.order is None:
-        keys = _find_real_keys(field, x)
+        keys = recall_keys(field, x.number, _find_real_keys(field, x))
     else:
         keys = _find_random_keys(field, x, field.settings.order)
+    is_zero = field.is_zero(x)
+    if field.choices.same_keys:
+        field.notes.lost |= bool(((keys == 0) & ~is_zero & (x.poison == 0)).any())
     # Zero is the middle of every order, infinity its ends, and NaN has no place.
-    keys = np.where(field.is_zero(x), 0.0, keys)
+    keys = np.where(is_zero, 0.0, keys)
     keys = np.where(x.infinite == TRULY, math.inf, keys)
     keys = np.where(x.infinite == -TRULY, -math.inf, keys)
     return np.where(x.poison > 0, math.nan, keys)
+
+
+def find_keys_of_two(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
+    """The keys of two arrays that are compared with one another.
+
+    Worked example: `(x + 2) - 2 > 0`, and `x + 2 > 2`, of an x that was drawn as 1e-20. Float64 rounds both sums to 2,
+    and the first program compares 0 with 0, or 1e-20 with 0 if it is written `x > 0`. Where equal numbers have the same
+    keys, it is the difference that has one: x in each of these programs.
+    """
+    x_keys = find_keys(field, x)
+    y_keys = find_keys(field, y)
+    if not field.choices.same_keys or field.settings.order is not None:
+        return x_keys, y_keys
+    x = to_number(field, x)
+    y = to_number(field, y)
+    p = field.residues.primes_of(x.number)
+    difference = (x.number + p - y.number) % p
+    are_finite = np.isfinite(x_keys) & np.isfinite(y_keys)
+    keys = np.where(are_finite, x_keys, 0.0) - np.where(are_finite, y_keys, 0.0)
+    keys = recall_keys(field, difference, keys)
+    return np.where(are_finite, keys, x_keys), np.where(are_finite, 0.0, y_keys)
 
 
 def _find_real_keys(field: Field, x: Exact) -> np.ndarray:

@@ -20,7 +20,7 @@ from shardkit.testing.exact.numbers.arithmetic import negate
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
-from shardkit.testing.exact.numbers.orders import find_equal, find_keys, highest_residues
+from shardkit.testing.exact.numbers.orders import find_equal, find_keys, find_keys_of_two, highest_residues
 from shardkit.testing.exact.numbers.values import OUTSIDE, SIGN, Exact
 from shardkit.testing.exact.rules.operands import Known, Operand, require_known
 from shardkit.testing.exact.rules.scope import Scope
@@ -36,8 +36,7 @@ _COMPARE: dict[str, Callable[..., Any]] = {
 def compare(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     """lt, le, gt and ge, by the keys."""
     x, y = scope.lift(x, y)
-    x_keys = find_keys(scope.field, x)
-    y_keys = find_keys(scope.field, y)
+    x_keys, y_keys = find_keys_of_two(scope.field, x, y)
     # NaN is neither smaller nor larger than anything, as in floats.
     truth = _COMPARE[equation.primitive.name](x_keys, y_keys)
     return scope.decide(equation, truth, x, y)
@@ -47,8 +46,9 @@ def compare_totally(scope: Scope, equation: Any, x: Operand, y: Operand) -> Know
     """lt_to and le_to of searchsorted: a total order, NaN last."""
     x, y = scope.lift(x, y)
     # searchsorted compares so, because a NaN that is neither smaller nor larger has no place in a sorted array.
-    x_keys = put_nan_last(find_keys(scope.field, x))
-    y_keys = put_nan_last(find_keys(scope.field, y))
+    x_keys, y_keys = find_keys_of_two(scope.field, x, y)
+    x_keys = put_nan_last(x_keys)
+    y_keys = put_nan_last(y_keys)
     name = equation.primitive.name.removesuffix("_to")
     truth = _COMPARE[name](x_keys, y_keys)
     return scope.decide(equation, truth, x, y)
@@ -87,8 +87,7 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     as the outcome of `x >= 0` at this line. The result is known to be at least 0 for all inputs, because 0 is.
     """
     x, y = scope.lift(x, y)
-    x_keys = find_keys(scope.field, x)
-    y_keys = find_keys(scope.field, y)
+    x_keys, y_keys = find_keys_of_two(scope.field, x, y)
     # max(x, y) is not negative where one of both is not, and min(x, y) not positive where one of both is not.
     if equation.primitive.name == "max":
         takes_x = x_keys >= y_keys
@@ -146,12 +145,11 @@ def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) 
     """clamp: below, between and above are three cases."""
     field = scope.field
     low, x, high = scope.lift(low, x, high)
-    low_keys = find_keys(field, low)
     # As min(max(x, low), high): where low is above high it is high. NaN spreads from each of the three.
-    below = scope.decide(equation, find_keys(field, x) < low_keys, x, low, " from below")
+    keys, low_keys = find_keys_of_two(field, x, low)
+    below = scope.decide(equation, keys < low_keys, x, low, " from below")
     raised = where(below | np.isnan(low_keys), low, x)
-    keys = find_keys(field, raised)
-    high_keys = find_keys(field, high)
+    keys, high_keys = find_keys_of_two(field, raised, high)
     # Each edge is a comparison: a wrong lower edge shows where x is below it.
     above = scope.decide(equation, keys > high_keys, raised, high, " from above")
     if field.coverage is not None:

@@ -18,7 +18,7 @@ from shardkit._jax.primitives import registered
 from shardkit.testing.exact.numbers.computed import are_numbers, are_whole
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.numbers.values import Exact, build_facts
+from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 from shardkit.testing.exact.rules.exchanges import apply_collective
 from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE
 from shardkit.testing.exact.rules.operands import Known, Operand
@@ -43,8 +43,11 @@ _ARITHMETIC = {
     "cumprod",
     "dot_general",
 }
+# What the field computes with laws, as log(2 x) = log(2) + log(x). It does so where both sides would differ otherwise:
+# a program may as well have 0.6931472 in place of log(2).
+_FUNCTIONS = {"exp", "expm1", "log", "log1p", "sqrt", "rsqrt"}
 # What moves constants that were computed, beside collectives.
-_MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, "concatenate", "stack", "convert_element_type", "copy"}
+_MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, "concatenate", "stack", "convert_element_type", "copy", "sort"}
 _EXTREMES = ("maximum", "minimum")
 _LARGEST_POWER = 1024
 
@@ -63,11 +66,11 @@ def note_constants(
             return
     computed = scope.field.computed
     follows_computed = any(x in computed for x in operands)
-    if _needs_note(equation, operands, result, follows_computed):
+    if _needs_note(scope.field, equation, operands, result, follows_computed):
         computed.note(result, operands, partial(_compute, scope, axes, equation, operands, result))
 
 
-def _needs_note(equation: Any, operands: Sequence[Known], result: Known, follows_computed: bool) -> bool:
+def _needs_note(field: Field, equation: Any, operands: Sequence[Known], result: Known, follows_computed: bool) -> bool:
     """Whether a constant may differ from what its equation computes exactly.
 
     `follows_computed` says whether one of the operands is such a constant.
@@ -75,6 +78,10 @@ def _needs_note(equation: Any, operands: Sequence[Known], result: Known, follows
     name = equation.primitive.name
     if _is_arithmetic(name):
         return _may_be_rounded(equation, operands, result, follows_computed)
+    if name in _FUNCTIONS and field.choices.exact_functions:
+        return _may_be_rounded(equation, operands, result, follows_computed)
+    if name == "sort" and len(operands) > 1:
+        return False
     return name in _MOVES and follows_computed
 
 
@@ -112,7 +119,9 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
         is_exponent = name == "pow" and number == 1
         lifted.append(x if x.dtype.kind != "f" or is_exponent else field.lift(x))
     try:
-        if registered(name).kind is not None:
+        if name == "sort":
+            exact = _sort(scope, equation, operands[0], lifted[0])
+        elif registered(name).kind is not None:
             [exact] = apply_collective(field, axes, equation, lifted)
         else:
             [exact] = apply_rule(scope, equation, lifted)
@@ -124,7 +133,18 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     zero = field.is_zero(exact)
     real = np.where(zero, 0.0, exact.real)
     sign = np.where(real[0] < 0, -1, 1)
-    return replace(exact, facts=build_facts(exact.shape, sign, poison=exact.poison), real=real)
+    facts = build_facts(exact.shape, sign, 0, exact.used[0], exact.used[1], exact.poison)
+    degree = exact.degree
+    if name in _FUNCTIONS:
+        degree = degree.plus(INPUT)  # exp has a random base, and a root is drawn
+    return replace(exact, facts=facts, real=real, degree=degree)
+
+
+def _sort(scope: Scope, equation: Any, x: Known, exact: Exact) -> Exact:
+    """Constants of the field in the order that their floats have."""
+    dim = scope.rank + equation.params["dimension"]
+    places = np.argsort(x, dim, kind="stable")
+    return exact.move(lambda part: np.take_along_axis(part, np.broadcast_to(places, part.shape), dim + 1))
 
 
 def move_constant(field: Field, x: Operand, result: Operand, move: Callable[[Exact], Exact]) -> None:

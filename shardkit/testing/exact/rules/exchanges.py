@@ -94,10 +94,10 @@ class Devices:
         return result
 
     def choose(self, mask: np.ndarray, x: Operand, y: Operand) -> Operand:
-        """x on the devices where the mask holds, else y."""
+        """x on the devices where the mask holds, and in the elements of a batch, else y."""
         rank = len(self.axes)
-        # The mask has the dims of the mesh alone.
-        mask = mask.reshape(mask.shape + (1,) * (len(x.shape) - rank))
+        # The mask has the dims of the mesh, and those of a batch if the loop is one of `jax.vmap`.
+        mask = mask.reshape(mask.shape + (1,) * (len(x.shape) - mask.ndim))
         if isinstance(x, Exact) or isinstance(y, Exact):
             return where(mask, *Scope(self.field, rank).lift(x, y))
         return np.where(mask, x, y)

@@ -162,6 +162,9 @@ def _compute_over_dims(equation: Any, operands: Sequence[Known], rank: int) -> K
     result = equation.outvars[0].aval
     if name in _REDUCTIONS and not is_key(result):
         dims = tuple(rank + dim for dim in params["axes"])
+        # numpy has no largest element of none, and jax has the smallest number of the dtype.
+        if not operands[0].size and name in ("reduce_max", "reduce_min"):
+            return None
         return np.asarray(_REDUCTIONS[name](operands[0], axis=dims), known_dtype(result.dtype))
     if name == "cumsum":
         return _sum_along(operands[0], rank + params["axis"], params["reverse"], known_dtype(result.dtype))

@@ -42,6 +42,9 @@ def reduce_extreme(scope: Scope, equation: Any, x: Exact) -> Exact:
     """
     dims = scope.reduced_dims(equation)
     largest = equation.primitive.name == "reduce_max"
+    if not math.prod(x.shape[dim] for dim in dims):
+        kept_shape = [size for dim, size in enumerate(x.shape) if dim not in dims]
+        return scope.field.lift(np.full(kept_shape, -np.inf if largest else np.inf, np.float32))
     # One place for each result, in the reduced dims taken as one.
     keys = find_keys(scope.field, x)
     places = _find_extremes(keys, dims, largest)

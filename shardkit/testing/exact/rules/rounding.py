@@ -101,8 +101,11 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
     field = scope.field
     if x.degree.total:
         field.notes.uninterpreted.add(name)
-    find_keys(field, x)  # refuses values beyond floats
-    real = np.where(np.isfinite(x.real[0]), x.real[0], 0.0)
+    keys = find_keys(field, x)  # refuses values beyond floats
+    real = x.real[0]
+    if field.choices.same_keys:
+        real = keys
+    real = np.where(np.isfinite(real), real, 0.0)
     # floor, ceil and trunc jump at integers, round halfway between them.
     jump = np.rint(real)
     if name == "round":
