@@ -71,6 +71,10 @@ WRONG = {
         "kernel": doubled,
         "out_specs": (P("data"),) * 3,
     },
+    "in_specs must be a PartitionSpec or a pytree of them or None; got P(unreduced=": {
+        "in_specs": P(unreduced={"data"})
+    },
+    "out_specs must be a PartitionSpec or a pytree of them; got P(reduced=": {"out_specs": P(reduced={"data"})},
     "it varies along 'data', and its spec is P(). Reduce or gather it over axis 'data'": {"out_specs": P()},
 }
 
