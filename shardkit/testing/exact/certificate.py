@@ -93,7 +93,7 @@ def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] =
     assumptions = [*assumed, *describe_folded_constants(evidence)]
     if field.notes.logs:
         assumptions.append(POSITIVE)
-    if evidence.decisions:
+    if evidence.decisions or evidence.sorted_lines:
         assumptions.append(SAMPLED)
     return Equality(
         what=what,
@@ -135,6 +135,11 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
         if evidence.orders:
             runs += f" and {evidence.orders} random orders"
         sentences.append(f"comparisons: at {len(lines)} {noun}, both ways in {runs}")
+    if evidence.sorted_lines:
+        lines_of_places = ", ".join(evidence.sorted_lines)
+        sentences.append(
+            f"in order: the places of numbers among others, for the inputs that were drawn: {lines_of_places}"
+        )
     # Both sides may run a line, or a loop may in each round: a sentence is told once, with the number of comparisons.
     never: Counter[str] = Counter()
     for decision in evidence.decisions:

@@ -28,13 +28,15 @@ from shardkit.testing.exact.numbers.values import Exact
 ON_MESH, ALONE = 0, 1
 # What a decision is about: two numbers, which is larger; whether they are equal; integers that follow from others.
 ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
-# What asks which number is the largest, as `x == max(x)` does.
-_EQUALITIES = ("eq", "ne", "select_and_scatter_add", "select_and_gather_add")
+# What asks whether numbers are equal: which one is the largest, as `x == max(x)`, or which is zero, as a cast to bool.
+_EQUALITIES = ("eq", "ne", "convert_element_type", "select_and_scatter_add", "select_and_gather_add")
+_PLACES = ("argmax", "argmin", "sort", "top_k", "approx_top_k")
 _MOST_CONSTANTS = 16  # of one comparison
 _ROUNDING = 1e-12  # of the numbers that are compared
 _OF_SIZE_ONE = ("normal", "positive", "unit", "negative", "narrow")  # kinds of inputs
-# With which numbers equal ones are taken together: 1 for those where the first operand is the larger one.
-_TIES = {"ge": 1, "lt": 1, "gt": -1, "le": -1, "lt_to": 1, "le_to": -1}
+# With which numbers equal ones are taken together: 1 for those where the first operand is the larger one. The sign of a
+# number asks twice, as `x > 0` and `x < 0` do.
+_TIES = {"ge": (1,), "lt": (1,), "gt": (-1,), "le": (-1,), "lt_to": (1,), "le_to": (-1,), "sign": (1, -1)}
 
 
 @dataclass
@@ -284,6 +286,10 @@ class Coverage:
         """Those that could go both ways."""
         return [decision for decision in self.decisions.values() if not decision.decided.all()]
 
+    def sorted_lines(self) -> list[str]:
+        """The lines at which the place of a number among others is a result: of the largest, or in their order."""
+        return sorted({choice.line for choice in self.choices.values() if choice.what.startswith(_PLACES)})
+
     def depends_on_inputs(self) -> bool:
         """Whether anything was compared, chosen or rounded that may be otherwise for other inputs."""
         return bool(self.free() or self.choices or self.roundings)
@@ -418,8 +424,10 @@ def _find_ties(
         return ()
     signs = np.nan_to_num(np.sign(np.broadcast_to(x.real[0] - y.real[0], free.shape)))
     # Both sides have the same real inputs, so `x < y` and `y > x`, of opposite differences, count zero alike.
-    signs = np.where(free, _TIES[name] * signs, 0).astype(np.int8)
-    return ((words, signs),) if signs.any() else ()
+    signs = np.where(free, signs, 0).astype(np.int8)
+    if not signs.any():
+        return ()
+    return tuple((words, sign * signs) for sign in _TIES[name])
 
 
 def _constants(field: Field, x: Exact) -> set[float]:

@@ -28,7 +28,7 @@ from shardkit.testing.exact.evidence import Evidence, UndecidedError, Unprovable
 from shardkit.testing.exact.float_inputs import Propose
 from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie, find_tie_without_effect
 from shardkit.testing.exact.numbers.errors import UnknownValueError
-from shardkit.testing.exact.numbers.field import KINDS, MIXED, SCALED, SIMILAR
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, ROWS, SCALED, SIMILAR, WHOLE
 from shardkit.testing.exact.program_pair import POINTS, ProgramPair, Side
 
 # After so many orders no more are tried for comparisons that went one way only.
@@ -40,6 +40,10 @@ _SHOWN = 5
 # For each comparison that one side alone makes, up to so many, there are so many draws more in which elements are put
 # where comparisons change.
 _MOST_FOREIGN, _CROSSED_OF_FOREIGN = 16, 4
+# So many inputs at least are tried in floats, also of programs that take long in the field.
+_FEWEST_FLOATS = 512
+# Of which so many at least become draws, if both sides differ.
+_FEWEST_PROPOSED = 8
 # So many elements are put where comparisons change, in draws that share all other inputs.
 _TOGETHER = 4
 
@@ -90,7 +94,7 @@ def of_kernels(seconds: float) -> Effort:
         identified=4,
         ties=runs // 4,
         crossed=runs // 2,
-        floats=int(min(16384, 16 / max(seconds, 1e-3))),
+        floats=int(min(16384, max(_FEWEST_FLOATS, 16 / max(seconds, 1e-3)))),
         zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
         orders=range(64),
         foreign=runs,
@@ -186,7 +190,7 @@ def _draw_where_floats_differ(pair: ProgramPair, effort: Effort, propose: Propos
         return
     proposals = propose(pair.make_field(0, KINDS[0]), effort.floats)
     pair.lacks_floats = proposals is None
-    for inputs in proposals or ():
+    for inputs in (proposals or ())[: max(_FEWEST_PROPOSED, 2 * effort.crossed)]:
         pair.draw_at(inputs)
 
 
@@ -306,8 +310,13 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
     # Integers that follow from floats, as the number of an expert's tokens, are extreme where all rows are alike.
     if effort.ties and coverage.open(INTEGERS):
         pair.draw("alike")
-    for _ in range(effort.ties):
-        pair.draw("repeated")
+    kinds = ["repeated", ROWS, ROWS]
+    # The roots of 2, 3 and 6 have laws that those of unknown numbers do not have.
+    if not pair.field.laws.roots.squares:
+        kinds.append(WHOLE)
+    for kind in kinds:
+        for _ in range(effort.ties):
+            pair.draw(kind)
     if coverage.open(EQUALITY):
         pair.draw("zero")
     # At zeros the compared numbers may be NaN, which are equal to nothing: one more draw without zeros.
@@ -345,10 +354,13 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     waiting = coverage.open(ORDER)
     partial = coverage.partial() if effort.crossed else []
     rounded = [*coverage.foreign_roundings(), *coverage.one_sided_roundings()]
-    suspects = [*waiting, *foreign, *coverage.open(EQUALITY), *partial]
+    # `where(x > 0, sqrt(-x), x)` is a number only where the root does not matter. An order has no domains: there
+    # sqrt(-x) is another number than sqrt(x), and log(x * y) is log(x) + log(y).
+    masked = coverage.free() if effort.crossed and pair.elements.alone else []
+    suspects = [*waiting, *foreign, *coverage.open(EQUALITY), *partial, *masked]
     if not suspects:
         return
-    count = _BOTH_WAYS if partial else 0
+    count = _BOTH_WAYS if partial or masked else 0
     if foreign:
         count = effort.foreign
     try:

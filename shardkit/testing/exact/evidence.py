@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardkit.testing.exact.coverage import Decision
@@ -36,6 +36,7 @@ class Evidence(NamedTuple):
         alone_at_zeros: the same of draws whose inputs were chosen, as zeros of a divisor.
         folded: constants that stand for the numbers from which they were computed.
         lacks_floats: whether floats were to propose inputs, and jax cannot run the programs for many of them.
+        sorted_lines: the lines at which the place of a number among others is a result.
     """
 
     field: Field
@@ -50,3 +51,4 @@ class Evidence(NamedTuple):
     alone_at_zeros: dict[str, tuple[int, int]]
     folded: Mapping[Constant, Folded]
     lacks_floats: bool = False
+    sorted_lines: Sequence[str] = ()

@@ -23,8 +23,8 @@ import numpy as np
 
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.arguments import describe_array
-from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR, Field
-from shardkit.testing.exact.numbers.inputs import draw_real
+from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR, WHOLE, Field
+from shardkit.testing.exact.numbers.inputs import draw_real, draw_whole
 
 # Real values of the inputs of a draw, by their names.
 RealInputs = Mapping[str, np.ndarray]
@@ -32,9 +32,10 @@ RealInputs = Mapping[str, np.ndarray]
 # many inputs it chooses them. None if the programs do not run so.
 Propose = Callable[[Field, int], Sequence[RealInputs] | None]
 
-_MOST_PROPOSED = 4
+_MOST_BY_MEASURE = 4
+_MOST_ELEMENTS = 2**20  # of the inputs that run together
 _ANY_SIZE = "any size"
-_KINDS = (*KINDS, MIXED, SIMILAR, _ANY_SIZE, _ANY_SIZE)
+_KINDS = (*KINDS, MIXED, SIMILAR, WHOLE, _ANY_SIZE, _ANY_SIZE)
 _GROUPS = 16  # of inputs of a kind
 _FEW = 1024  # inputs of programs that run one after the other
 _EPSILON = 2.0**-23  # also of 16 bits, in which both sides may be rounded alike and differ by less than a rounding
@@ -75,27 +76,43 @@ def propose_inputs(
         inputs_of_sides = jax.tree.unflatten(structure, values)
         return _measure_distance(on_mesh(*inputs_of_sides), alone(*inputs_of_sides))
 
-    distances = _run_all(measure, inputs)
+    distances = _run_all(measure, inputs, count)
     if distances is None:
         return None
-    chosen: dict[int, None] = {}
-    for by_measure in distances:
-        for index in np.argsort(-by_measure)[:_MOST_PROPOSED].tolist():
-            if by_measure[index] > _ROUNDINGS:
-                chosen[index] = None
-    return [{str(number): np.asarray(x[index], np.float64) for number, x in inputs.items()} for index in chosen]
+    return [
+        {str(number): np.asarray(x[index], np.float64) for number, x in inputs.items()} for index in _rank(distances)
+    ]
 
 
-def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray]) -> list[np.ndarray] | None:
-    """The distances of all inputs, or of some where jax cannot batch the programs; None where they do not run."""
+def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray], count: int) -> np.ndarray | None:
+    """float32 [inputs, measures]: the distances of all inputs; None where jax does not run the programs."""
+    elements = sum(math.prod(x.shape[1:]) for x in inputs.values())
+    together = max(1, min(count, _MOST_ELEMENTS // max(elements, 1)))
     few = {number: x[:_FEW] for number, x in inputs.items()}
     # One after the other is a hundred times slower, and needs no rule for batches.
-    for run, batch in ((jax.vmap(measure), inputs), (partial(jax.lax.map, measure), few)):
+    for run, batch in (
+        (partial(jax.lax.map, measure, batch_size=together), inputs),
+        (partial(jax.lax.map, measure), few),
+    ):
         # Both programs have been traced already. What fails here is a primitive that jax cannot batch, or that has no
         # meaning on one device. The certificate says so.
         with suppress(Exception):
-            return [np.asarray(x) for x in jax.jit(run)(batch)]
+            return np.asarray(jax.jit(run)(batch))
     return None
+
+
+def _rank(distances: np.ndarray) -> list[int]:
+    """The inputs by which the results differ most, by each measure: first the largest ones of all measures.
+
+    Each result has measures of its own. The rounding of one, as of sin(1000 x), would otherwise hide another.
+    """
+    order = np.argsort(-distances, axis=0, kind="stable")[:_MOST_BY_MEASURE]
+    chosen: dict[int, None] = {}
+    for row in order:
+        for measure, index in enumerate(row.tolist()):
+            if distances[index, measure] > _ROUNDINGS:
+                chosen[index] = None
+    return list(chosen)
 
 
 def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], count: int) -> np.ndarray:
@@ -113,6 +130,8 @@ def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], c
 
 def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
     """Inputs of a kind; those of any size are of one size each, or each of their elements is."""
+    if kind == WHOLE:
+        return draw_whole(rng, shape)
     if kind != _ANY_SIZE:
         return draw_real(field, rng, kind, shape)
     has_one_size = rng.uniform(size=(shape[0], *[1] * (len(shape) - 1))) < 0.5
@@ -124,20 +143,19 @@ def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequen
     return sizes * np.where(is_positive, np.abs(values), values)
 
 
-def _measure_distance(results: Any, expected: Any) -> tuple[jax.Array, jax.Array]:
-    """By how many roundings the results of one input differ at most, in two measures.
+def _measure_distance(results: Any, expected: Any) -> jax.Array:
+    """float32 [measures]: by how many roundings each result of one input differs at most, in two measures.
 
     Of numbers of a size below one thousandth rounding says little; but all numbers of a program may be so small. So the
     first measure takes an element for as large as a thousandth at least, and the second one for as large as a
     thousandth of the largest element of its result.
     """
-    largest = jnp.zeros(())
-    largest_by_size = jnp.zeros(())
+    measures = [jnp.zeros(())]  # of a program without results
     for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             continue
         if not is_float(x):
-            largest = jnp.maximum(largest, jnp.where((x != y).any(), _OTHER_INTEGER, 0))
+            measures.append(jnp.where((x != y).any(), _OTHER_INTEGER, 0))
             continue
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
@@ -145,7 +163,6 @@ def _measure_distance(results: Any, expected: Any) -> tuple[jax.Array, jax.Array
         size = jnp.where(are_numbers, jnp.maximum(jnp.abs(x), jnp.abs(y)), 0)
         roundings = jnp.where(are_numbers, jnp.abs(x - y), 0) / _EPSILON
         distance = jnp.where(is_other, _NO_NUMBER, roundings / jnp.maximum(size, 1e-3))
-        largest = jnp.maximum(largest, distance.max())
         by_size = roundings / jnp.maximum(size, jnp.maximum(1e-3 * size.max(), _SMALLEST))
-        largest_by_size = jnp.maximum(largest_by_size, by_size.max())
-    return largest, largest_by_size
+        measures += [distance.max(), by_size.max()]
+    return jnp.stack([measure.astype(jnp.float32) for measure in measures])

@@ -61,8 +61,8 @@ KNOWN = {
     ),
     "a root of a constant": (lambda x: x / jnp.sqrt(2 * one()), lambda x: x * jnp.sqrt(2 * one()) / 2),
     "constants in order": (
-        lambda x: x * jnp.sort(one() * np.float32([0.7, 0.1, 0.2]) / 3)[1] * 3,
-        lambda x: x * (0.2 * one()),
+        lambda x: x * jnp.sort(jax.random.uniform(jax.random.key(0), (7, 9)).sum(0)).sum(),
+        lambda x: x * jax.random.uniform(jax.random.key(0), (7, 9)).sum(),
     ),
     "a thousand tenths": (lambda x: x * (0.1 * jnp.ones(1000)).sum(), lambda x: 100 * x),
     "constants of a loop": (

@@ -72,7 +72,9 @@ SCALED = ("tiny", "large", "tiniest")
 # Kinds that plant equal rows or elements, zeros, or crossings. A division by zero is then the draw's, not the
 # program's, and gradients are not compared: the derivative of a maximum of equal numbers is a matter of convention.
 CROSSED = "crossed"  # inputs are put where a comparison changes its answer
-PLANTED = ("alike", "repeated", "zero", CROSSED)
+ROWS = "rows"  # rows, columns and blocks are zero, of one number, or all the same, as padding and duplicates are
+WHOLE = "whole"  # small whole numbers, or halves of them: computed numbers are then equal too
+PLANTED = ("alike", "repeated", "zero", ROWS, WHOLE, CROSSED)
 # Where a divisor is zero at some point by chance, the points are drawn again, at most so many times.
 SEEDS = 8
 # Where the outcome of a comparison is turned round, beside bool [...] for some elements (`hidden.py`).

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardkit.testing.exact.numbers.assembly import where
-from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, SIMILAR, Field
+from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, ROWS, SIMILAR, WHOLE, Field
 from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 
 _WIDTHS = {"wide": 16.0, "narrow": 0.1, "tiny": 1e-3, "tiniest": 1e-6, "large": 1e3}
@@ -43,6 +43,10 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
         x = field.lift(np.zeros(shape, np.float32))
     elif kind == "repeated" and size:
         x = _repeat_elements(field, rng, x)
+    elif kind == ROWS and size:
+        x = _plant_rows(field, rng, x)
+    elif kind == WHOLE:
+        x = _lift_input(field, draw_whole(rng, shape))
     x = _place_elements(field, name, x)
     field.notes.inputs[name] = x
     return x
@@ -121,6 +125,49 @@ def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
     constants = rng.choice(_list_compared_constants(field), size=x.shape)
     is_constant = rng.uniform(size=x.shape) < 0.4
     return where(is_constant, field.lift(constants.astype(np.float32)), x)
+
+
+def _lift_input(field: Field, values: np.ndarray) -> Exact:
+    """Values of an input: it has a degree, and a sign that is not known, as it is another number in another draw."""
+    return replace(field.lift(values).with_sign(0), degree=INPUT)
+
+
+def draw_whole(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """float32 [...]: whole numbers from -3 to 3, or halves of these."""
+    return (rng.integers(-3, 4, shape) / rng.choice([1, 1, 2])).astype(np.float32)
+
+
+def _plant_rows(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
+    """An input in which some rows are zero, of one number each, equal to the first row, or a compared constant.
+
+    What a row is, is drawn: of x [batch, tokens, width] it may be the width of a token, or the tokens of an example.
+    Worked example, of x [3, 2]: dim 0 counts rows. Row 0 stays as it is, (0.3, -1.2), row 1 is as row 0, and row 2 is
+    zero: then `(x * x).sum(1)` has two equal elements and a zero, as no draw of single elements has.
+    """
+    counts_rows = rng.uniform(size=len(x.shape)) < 0.5
+    sizes = np.where(counts_rows, x.shape, 1)
+    choices = rng.integers(5, size=sizes)
+    # All rows are of one kind in half of the draws: a condition of four rows holds for one draw in hundreds otherwise.
+    if rng.uniform() < 0.5:
+        choices = np.full(sizes, rng.integers(5))
+    choices = np.broadcast_to(choices, x.shape)
+    # Zero rows are a choice of their own, so that these are of the other constants, if there are any.
+    compared = _list_compared_constants(field)[1:] or [0.0]
+    constants = rng.choice(compared, size=sizes)
+
+    def take_first(part: np.ndarray, dims: np.ndarray) -> np.ndarray:
+        first = part
+        for dim in np.flatnonzero(dims):
+            first = first.take([0], dim + 1)
+        return np.broadcast_to(first, part.shape)
+
+    of_one_number = x.move(lambda part: take_first(part, ~counts_rows))
+    first_row = x.move(lambda part: take_first(part, counts_rows))
+    zeros = field.lift(np.zeros(x.shape, np.float32))
+    of_a_constant = _lift_input(field, np.broadcast_to(constants, x.shape).astype(np.float32))
+    for choice, rows in enumerate((of_one_number, first_row, zeros, of_a_constant), 1):
+        x = where(choices == choice, rows, x)
+    return x
 
 
 def _list_compared_constants(field: Field) -> list[float]:

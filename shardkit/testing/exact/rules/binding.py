@@ -94,6 +94,8 @@ def _bind_on_one_device(
             operands.append(jax.random.wrap_key_data(x, impl=compat.key_impl(variable.aval.dtype)))
             continue
         dtype = known_dtype(variable.aval.dtype) if as_typed else x.dtype
+        if primitive.name == "bitcast_convert_type":  # the bits are those of the dtype that the program has
+            dtype = variable.aval.dtype
         operands.append(jnp.asarray(x, dtype))
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     if not primitive.multiple_results:

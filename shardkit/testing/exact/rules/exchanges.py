@@ -45,6 +45,8 @@ def apply_collective(
     params = equation.params
     if params.get("axis_index_groups") is not None:
         raise UnsupportedError(f"{name} with axis_index_groups")
+    if any(isinstance(axis, int) for axis in params.get("axes", ())):
+        raise UnsupportedError(f"{name} over an axis of the mesh and one of jax.vmap together")
     devices = Devices(field, sizes)
     axes = mesh_axes(equation)
     row = registered(name)

@@ -195,7 +195,9 @@ def _place_elements(equation: Any, operands: Sequence[Known], rank: int) -> Know
         return MOVES_OF_ONE[name](operands[0], rank, equation)
     if name == "iota" and not operands:
         result = equation.outvars[0].aval
-        return _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
+        counts = _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
+        # bfloat16 has no 257, and a mask of positions would be another one.
+        return counts.astype(result.dtype).astype(counts.dtype)
     if name == "concatenate":
         return join_arrays(operands, rank + params["dimension"], new=False)
     if name == "stack":

@@ -91,7 +91,12 @@ def _make_seed(x: np.ndarray) -> np.ndarray:
 
 
 def _hash_places(keys: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A word for each key and each place of the shape."""
+    """A word for each key and each place of the shape.
+
+    Without `jax_threefry_partitionable` the first of many words is another than the first of few.
+    """
+    if not _is_partitionable():
+        keys = mix(keys, np.uint64(math.prod(shape)))
     # In the upper half of a word, so that no place equals the low bits of a seed.
     places = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << _HALF
     keys = keys.reshape(keys.shape + (1,) * len(shape))
@@ -123,7 +128,11 @@ def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray 
 
 def _is_threefry(equation: Any) -> bool:
     """Whether keys are those of threefry, and are split by the number of each place."""
-    return _has_threefry_keys(equation) and bool(getattr(jax.config, "jax_threefry_partitionable", False))
+    return _has_threefry_keys(equation) and _is_partitionable()
+
+
+def _is_partitionable() -> bool:
+    return bool(getattr(jax.config, "jax_threefry_partitionable", False))
 
 
 def _has_threefry_keys(equation: Any) -> bool:

@@ -90,7 +90,8 @@ def _flatten_dims(x: np.ndarray, dims: Sequence[int]) -> np.ndarray:
     # [*kept dims, product of the reduced dims]
     kept_dims = [dim for dim in range(x.ndim) if dim not in dims]
     x = x.transpose(*kept_dims, *dims)
-    return x.reshape(*x.shape[: len(kept_dims)], -1)
+    kept = len(kept_dims)
+    return x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
 
 
 def cumulate(scope: Scope, equation: Any, x: Exact) -> Exact:
