@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as attribute
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.agreement import agree, agree_in_float32, describe_missing_law, rounds_in_float32
+from shardkit.testing.exact.agreement import agree, describe_missing_law, rounds_in_float32
 from shardkit.testing.exact.compared_elements import ComparedElements, are_any_outside
 from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
 from shardkit.testing.exact.crossings import Crossings, Differences
@@ -39,7 +39,7 @@ from shardkit.testing.exact.numbers.errors import (
     UnsupportedError,
 )
 from shardkit.testing.exact.numbers.field import CROSSED, SEEDS, Field, Settings
-from shardkit.testing.exact.numbers.folded import Constant, Folded, explain_constants, explain_inverses
+from shardkit.testing.exact.numbers.folded import Constant, Folded
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.square_roots import remember_roots
 from shardkit.testing.exact.numbers.tower import LEVELS
@@ -47,6 +47,7 @@ from shardkit.testing.exact.numbers.values import CONSTANT, Degree, Element, Exa
 from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 from shardkit.testing.exact.search import Runs
+from shardkit.testing.exact.second_runs import Results, run_again
 
 # By what normal inputs are multiplied, in turn, until all values are within floats.
 _SCALES = (1.0, 0.3, 0.1, 0.03)
@@ -58,26 +59,6 @@ _FEWEST = 1
 _MOST_TIED = 4
 # One of the programs: takes a field and what watches the run, and returns its results.
 Side = Callable[[Field, Seen | None], list[Operand]]
-
-
-class _Results(NamedTuple):
-    """The results of both sides in one run.
-
-    Attributes:
-        pairs: the results that are compared, of the program on the mesh and of the reference.
-        equal: for each pair bool [...], where it is equal.
-        compared: the field in which the results were compared.
-        coverage: the comparisons that count.
-    """
-
-    pairs: list[tuple[Exact, Exact]]
-    equal: list[np.ndarray]
-    compared: Field
-    coverage: Coverage
-
-    def are_equal(self) -> bool:
-        """Whether all elements of all results are equal."""
-        return all(mask.all() for mask in self.equal)
 
 
 @dataclass
@@ -348,8 +329,12 @@ class ProgramPair:
         # which differences are compared with zero, and which of them both sides compare.
         results = self._run_and_compare(field)
         if not results.are_equal():
-            results = self._run_with_folded_constants(field, results) or self._run_otherwise(field) or results
+            results = run_again(self._run_and_compare, self.subject, field, results)
         pairs, equal, compared, coverage = results
+        if results.are_equal():
+            # What made them equal is chosen for further runs too.
+            self.folded = compared.choices.folded
+            self.exact_functions = compared.choices.exact_functions
         are_defined = True
         for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
             is_defined = self._compare(compared, index, self.names[index], x, y, mask)
@@ -364,7 +349,7 @@ class ProgramPair:
         if are_defined and field.settings.order is None and not field.planted:
             self.elements.are_defined = True
 
-    def _run_and_compare(self, field: Field) -> _Results:
+    def _run_and_compare(self, field: Field) -> Results:
         """The results of both programs in a field; if they differ, in the same field with the laws of roots."""
         field.coverage = self._make_coverage(self.coverage.differences)
         results = self._compare_pairs(field)
@@ -386,7 +371,7 @@ class ProgramPair:
                 return results._replace(coverage=with_laws.coverage)
         return results
 
-    def _compare_pairs(self, field: Field) -> _Results:
+    def _compare_pairs(self, field: Field) -> Results:
         """Runs both programs in a field, and compares their results there."""
         got, wanted = self._run_both(field)
         pairs = []
@@ -395,78 +380,7 @@ class ProgramPair:
             if index < self.values or not field.planted:
                 pairs.append((lift_operand(field, x), lift_operand(field, y)))
         equal = [find_equal(field, x, y) for x, y in pairs]
-        return _Results(pairs, equal, field, field.coverage)
-
-    def _run_with_folded_constants(self, field: Field, results: _Results) -> _Results | None:
-        """Equal results, if constants of a side stand for the numbers from which they were computed; else None."""
-        if field.settings.order is not None:
-            return None
-        traced = field.notes.stored.get(ALONE, set()) | field.notes.constants.get(ALONE, set())
-        inverses = explain_inverses(field.notes.stored.get(ON_MESH, set()), traced)
-        if inverses.keys() <= field.choices.folded.keys():
-            return self._run_with_computed_constants(field, results)
-        other = field.with_folded(inverses)
-        with suppress(*NO_VALUE):
-            again = self._run_and_compare(other)
-            if not again.are_equal():
-                # Also if these differ: the first wrong value is then none that has the inverse in it.
-                return self._run_with_computed_constants(other, again) or again
-            self.folded = other.choices.folded
-            return again
-        return None
-
-    def _run_with_computed_constants(self, field: Field, results: _Results) -> _Results | None:
-        """The same for the results of one or two operations.
-
-        That is tried only where both sides are equal but for rounding: of a difference of two such constants little
-        would be true.
-        """
-        if not all(agree_in_float32(field, x, y) for x, y in results.pairs):
-            return None
-        on_mesh = field.notes.constants.get(ON_MESH, set())
-        alone = field.notes.constants.get(ALONE, set())
-        folded = explain_constants(on_mesh, alone) or explain_constants(alone, on_mesh)
-        # Two operations give the bits of many constants, also of some that need not stand for anything.
-        of_one = {constant: number for constant, number in folded.items() if number.operations == 1}
-        for candidates in (of_one, folded):
-            if not candidates:
-                continue
-            other = field.with_folded(candidates)
-            with suppress(*NO_VALUE):
-                again = self._run_and_compare(other)
-                if again.are_equal():
-                    self.folded = other.choices.folded
-                    return again
-        return None
-
-    def _run_otherwise(self, field: Field) -> _Results | None:
-        """Equal results, if it was a float that told the programs apart, and no number of the field; else None.
-
-        Worked example: `log(2 * y) - log(2)` and `log(y)`, where log(2) was computed in float32. With log(2) in the
-        field both are equal, but a program that has 0.6931472 in its place may be equal to log(2) in float32 alone. So
-        constants are taken as in the run before, and the other way if the results differ.
-        """
-        choices = field.choices
-        candidates = []
-        if field.notes.rounded and not field.compiled:
-            candidates.append(replace(choices, exact_functions=not choices.exact_functions))
-        if field.settings.order is None and field.notes.compared:
-            candidates.append(replace(choices, same_keys=True))
-            candidates += [replace(candidate, same_keys=True) for candidate in candidates[:-1]]
-        for candidate in candidates:
-            other = field.like()
-            other.choices = candidate
-            with suppress(*NO_VALUE):
-                results = self._run_and_compare(other)
-                if results.are_equal():
-                    self.exact_functions = candidate.exact_functions
-                    return results
-            if other.notes.lost:
-                raise UndecidedError(
-                    f"{self.subject}not decided: the sides differ for inputs for which float64 rounds a number to zero "
-                    "that is compared. Compare floats for such inputs with assert_matches_reference."
-                )
-        return None
+        return Results(pairs, equal, field, field.coverage)
 
     def _make_coverage(self, differences: Differences | None = None) -> Coverage:
         """The notes of the comparisons of one run."""
