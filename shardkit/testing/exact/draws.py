@@ -172,7 +172,8 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | 
     if field.settings.order is None:
         _cross(pair, effort)
     pair.coverage.identifies = False
-    if pair.coverage.depends_on_inputs():
+    # Floats find rare inputs at which one side alone is NaN, too.
+    if pair.coverage.depends_on_inputs() or (field.notes.domains and effort.crossed):
         _draw_where_floats_differ(pair, effort, propose)
     _order(pair, effort)
     _check_domains(pair)
