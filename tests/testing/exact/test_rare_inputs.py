@@ -90,6 +90,11 @@ WRONG = {
     "isnan of a root": (is_root_a_number, lambda x: 0 * x, (90.0,)),
     "isfinite of a root": (lambda x: jnp.where(jnp.isfinite(jnp.sqrt(x - 80)), x, 0), lambda x: 0 * x, (90.0,)),
     "nan_to_num of a root": (lambda x: jnp.nan_to_num(jnp.sqrt(x - 80)), lambda x: 0 * x, (90.0,)),
+    "a logarithm of what is seldom negative": (
+        lambda x: x.sum(),
+        lambda x: x.sum() + 0 * jnp.log(x.sum() + 60),
+        (np.array([-40.0, -50.0]),),
+    ),
     "pooling": (pool, lambda x: x[:1] + 60, (np.array([1, 80]),)),
     "a table": (lambda x: jnp.asarray(TABLE)[as_integer(x)], lambda x: jnp.asarray(EDITED)[as_integer(x)], (90.5,)),
     "an index beyond the end": (
