@@ -173,7 +173,7 @@ class Coverage:
                 words = np.broadcast_to(_hash_difference(difference), asked.shape)
                 decision.words = frozenset(words[~decision.decided].tolist())
                 decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
-                self.constants |= _constants(field, x) | _constants(field, y)
+                self.constants |= _list_logs_of_constants(field, x) | _list_logs_of_constants(field, y)
         if field.planted:
             decision.tied = asked & find_equal(field, x, y)
             # `max(x, 0)` of an x that was made 0 takes x, and shows nothing of an x above 0.
@@ -210,7 +210,7 @@ class Coverage:
         """Notes the outcomes of a comparison of integers that follow from floats."""
         for x in operands:
             if self.identifies and not field.marks.follows_floats(x):
-                self.constants |= _logarithms(np.abs(x[x != 0].astype(np.float64)))
+                self.constants |= _take_distinct_logarithms(np.abs(x[x != 0].astype(np.float64)))
         if field.settings.kind != "zero":
             never = np.zeros(truth.shape, bool)
             self._add(equation, "", Decision(line, equation.primitive.name, INTEGERS, truth, ~truth, never))
@@ -430,15 +430,15 @@ def _find_ties(
     return tuple((words, sign * signs) for sign in _TIES[name])
 
 
-def _constants(field: Field, x: Exact) -> set[float]:
+def _list_logs_of_constants(field: Field, x: Exact) -> set[float]:
     if field.notes.rounds and x.degree.total:  # integers that inputs were rounded to are no constants
         return set()
     top = to_number(field, x).number[field.residues.top]
     constant = (top == top[0]).all(0) & (x.real[0] != 0) & np.isfinite(x.real[0])
-    return _logarithms(np.abs(x.real[0][constant]))
+    return _take_distinct_logarithms(np.abs(x.real[0][constant]))
 
 
-def _logarithms(values: np.ndarray) -> set[float]:
+def _take_distinct_logarithms(values: np.ndarray) -> set[float]:
     distinct = np.unique(values)
     return set(np.log(distinct).tolist()) if len(distinct) <= _MOST_CONSTANTS else set()
 

@@ -372,24 +372,27 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
                 break
             pair.run(POINTS, order=order)
     except UnequalError as error:
-        raise UndecidedError(_undecided(pair.where, suspects[0], waiting, foreign)) from error
+        raise UndecidedError(_describe_undecided(pair.where, suspects[0], waiting, foreign)) from error
     except UnprovableError as error:
         # An order has no value for an integer that a float was rounded to, as an index, and draws alone say too little.
         unknown = [*waiting, *rounded, *foreign]
         if unknown:
-            raise UndecidedError(_undecided(pair.where, unknown[0], waiting, foreign)) from error
+            raise UndecidedError(_describe_undecided(pair.where, unknown[0], waiting, foreign)) from error
     never = coverage.open(EQUALITY)
     if never:
-        raise UndecidedError(_undecided(pair.where, never[0], never, ()))
+        raise UndecidedError(_describe_undecided(pair.where, never[0], never, ()))
 
 
-def _undecided(where: str, decision: Decision, waiting: Sequence[Decision], foreign: Sequence[Decision]) -> str:
+def _describe_undecided(
+    where: str, decision: Decision, waiting: Sequence[Decision], foreign: Sequence[Decision]
+) -> str:
     """The message that a comparison leaves it undecided: it went one way only, or only one side makes it."""
-    how = "the sides differ where this comparison goes another way for some elements than it did in any draw"
-    if any(decision is other for other in foreign):
-        how = "only one side makes this comparison, and the sides differ where it alone goes another way"
     if any(decision is other for other in waiting):
         how = f"this comparison was {decision.outcome} for all inputs that were drawn, but need not be for others"
+    elif any(decision is other for other in foreign):
+        how = "only one side makes this comparison, and the sides differ where it alone goes another way"
+    else:
+        how = "the sides differ where this comparison goes another way for some elements than it did in any draw"
     return (
         f"{where}: not decided at {decision.line} ({decision.what}): {how}. Compare alike on both sides, or compare "
         "floats for inputs of both kinds with assert_matches_reference."

@@ -35,6 +35,7 @@ Propose = Callable[[Field, int], Sequence[RealInputs] | None]
 _MOST_BY_MEASURE = 4
 _MOST_ELEMENTS = 2**20  # of the inputs that run together
 _ANY_SIZE = "any size"
+# Inputs of any size are drawn twice as often: nothing else reaches the far end of a table.
 _KINDS = (*KINDS, MIXED, SIMILAR, WHOLE, _ANY_SIZE, _ANY_SIZE)
 _GROUPS = 16  # of inputs of a kind
 _FEW = 1024  # inputs of programs that run one after the other
@@ -43,8 +44,10 @@ _SMALLEST = 1e-30
 _SIZES = (-1.0, 3.0)  # the decimal exponents of the sizes of inputs of any size
 # Differences below so many roundings are taken for rounding.
 _ROUNDINGS = 32.0
-# The distance of another integer, and of what is no number on one side: behind all numbers that differ.
-_OTHER_INTEGER, _NO_NUMBER = 1e9, 2 * _ROUNDINGS
+# The distance of another integer: before all floats.
+_OTHER_INTEGER = 1e9
+# The distance of what is no number on one side: behind all numbers that differ.
+_NO_NUMBER = 2 * _ROUNDINGS
 
 
 def propose_inputs(
@@ -159,10 +162,11 @@ def _measure_distance(results: Any, expected: Any) -> jax.Array:
             continue
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
-        is_other = (jnp.isnan(x) != jnp.isnan(y)) | (~are_numbers & (x != y) & ~jnp.isnan(x) & ~jnp.isnan(y))
+        is_nan_on_one_side = jnp.isnan(x) != jnp.isnan(y)
+        is_other_infinity = ~are_numbers & (x != y) & ~jnp.isnan(x) & ~jnp.isnan(y)
         size = jnp.where(are_numbers, jnp.maximum(jnp.abs(x), jnp.abs(y)), 0)
         roundings = jnp.where(are_numbers, jnp.abs(x - y), 0) / _EPSILON
-        distance = jnp.where(is_other, _NO_NUMBER, roundings / jnp.maximum(size, 1e-3))
+        distance = jnp.where(is_nan_on_one_side | is_other_infinity, _NO_NUMBER, roundings / jnp.maximum(size, 1e-3))
         by_size = roundings / jnp.maximum(size, jnp.maximum(1e-3 * size.max(), _SMALLEST))
         measures += [distance.max(), by_size.max()]
     return jnp.stack([measure.astype(jnp.float32) for measure in measures])

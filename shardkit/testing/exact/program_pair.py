@@ -159,7 +159,7 @@ class ProgramPair:
             except TooDeepError:
                 self._use_more_primes()
             else:
-                self._count(field)
+                self._count_run(field)
                 return
         raise UnprovableError(
             f"{self.where}: a divisor must not be zero for most inputs; at {SEEDS} draws one was. Remove a division "
@@ -197,7 +197,7 @@ class ProgramPair:
         field.choices.elements = tuple(elements)
         with suppress(*NO_VALUE):
             self._compare_all(field)
-            self._count(field)
+            self._count_run(field)
 
     def cross(self, crossings: Crossings, count: int) -> None:
         """Draws of the same inputs, in each of which one element more is put where a comparison changes its answer.
@@ -220,7 +220,7 @@ class ProgramPair:
                 # The first of these runs has no element put anywhere yet: it shows which differences are compared, for
                 # the next ones.
                 if number:
-                    self._count(field)
+                    self._count_run(field)
                     self.levels = levels  # the elements have a residue for each prime of these draws
                     crossings.note_end(self.coverage.tried)
                 if number < count:
@@ -298,7 +298,7 @@ class ProgramPair:
             if np.any(decision.tied) and len(draws) < _MOST_TIED:
                 draws.append(drawn)
 
-    def _count(self, field: Field) -> None:
+    def _count_run(self, field: Field) -> None:
         """Counts a run."""
         if self.draws + self.orders == 0:
             self.field = field
@@ -337,7 +337,7 @@ class ProgramPair:
             self.exact_functions = compared.choices.exact_functions
         are_defined = True
         for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
-            is_defined = self._compare(compared, index, self.names[index], x, y, mask)
+            is_defined = self._check_result(compared, index, self.names[index], x, y, mask)
             are_defined = are_defined and is_defined
         # An element that is not compared may be the one whose value depends on a tie.
         if are_any_outside(pairs):
@@ -415,7 +415,7 @@ class ProgramPair:
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
         return got, wanted
 
-    def _compare(self, field: Field, index: int, name: str, a: Exact, b: Exact, equal: np.ndarray) -> bool:
+    def _check_result(self, field: Field, index: int, name: str, a: Exact, b: Exact, equal: np.ndarray) -> bool:
         """Refuses a result that differs.
 
         Args:
@@ -459,7 +459,9 @@ class ProgramPair:
                 f"{self.subject}not decided: the {name} is the reference's in {precision} for the inputs that were "
                 f"drawn, but by no law that a proof knows{text}{hint}"
             )
-        raise UnequalError(f"{self.subject}the {name} is not the reference's for all inputs{_among(field)}{text}.")
+        raise UnequalError(
+            f"{self.subject}the {name} is not the reference's for all inputs{_describe_inputs(field)}{text}."
+        )
 
     # Where results differ
 
@@ -493,7 +495,7 @@ class ProgramPair:
         return Runs(field, on_mesh, alone, self.values)
 
 
-def _among(field: Field) -> str:
+def _describe_inputs(field: Field) -> str:
     """For which inputs a difference was seen, if they are chosen."""
     if field.choices.elements:
         return ", for some that a comparison tells apart"
