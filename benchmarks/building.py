@@ -40,9 +40,37 @@ def layers_unrolled(count: int) -> Any:
     mesh = sk.abstract_mesh(data=2, fsdp=4)
     plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", layerwise=("layers",), min_size=1))
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(1e-3), mesh=mesh, plan=plan)
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
-    params = {"layers": [{"up": shape(64, 256), "down": shape(256, 64)} for _ in range(count)]}
-    return step.trace(init.abstract(params), {"x": shape(16, 64), "y": shape(16, 64)})
+    params, batch = list_of_layers(count)
+    return step.trace(init.abstract(params), batch)
+
+
+def layers_by_jit(count: int) -> Any:
+    """The trace of the same step on one device, by plain jit."""
+    optimizer = optax.adam(1e-3)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, batch = list_of_layers(count)
+    return jax.jit(step).trace(params, jax.eval_shape(optimizer.init, params), batch)
+
+
+def list_of_layers(count: int) -> tuple[Any, Any]:
+    """The shapes of the layers' parameters, and of a batch."""
+
+    def shape(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    layers = [{"up": shape(64, 256), "down": shape(256, 64)} for _ in range(count)]
+    return {"layers": layers}, {"x": shape(16, 64), "y": shape(16, 64)}
 
 
 def attention(tokens: int, devices: int, block: int, order: str) -> Any:
@@ -83,6 +111,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds = 1 if options.smoke else options.rounds or 3
     modules = {f"import {module}": partial(imported, module) for module in ("jax", "jax, shardkit", "shardkit.runtime")}
     bench.report(measure_functions("building", "imports", modules, rounds=rounds), options.json)
+    layers = 2 if options.smoke else 8
+    traces = {
+        "jit": partial(traced_afresh, lambda _: layers_by_jit(layers), options.smoke),
+        "each gathered": partial(traced_afresh, lambda _: layers_unrolled(layers), options.smoke),
+    }
+    records = measure_functions("building", f"layers, unrolled ({layers})", traces, rounds=rounds)
+    bench.report(records, options.json)
     for name, row in ROWS.items():
         records = measure_functions("building", name, {name: partial(traced_afresh, row, options.smoke)}, rounds=rounds)
         bench.report(records, options.json)

@@ -29,6 +29,7 @@ IN_PARTS = sk.Precision(compute=jnp.bfloat16)
 ROWS: dict[str, tuple[sk.Plan, sk.Precision, float]] = {
     "DP": (sk.dp("d"), WITH_MASTER, 14.0),
     "ZeRO-1": (sk.zero1("d", layerwise=("layers",)), WITH_MASTER, 2 + 12 / 8),
+    "ZeRO-1, at the end": (sk.zero1("d"), WITH_MASTER, 2 + 12 / 8),
     "jit, ZeRO-1": (sk.zero1("d"), WITH_MASTER, 2 + 12 / 8),
     "ZeRO-2": (sk.zero2("d", layerwise=("layers",)), WITH_MASTER, 2 + 12 / 8),
     "ZeRO-3": (sk.fsdp("d", layerwise=("layers",)), IN_PARTS, 12 / 8),
@@ -58,9 +59,13 @@ def report(
     tokens: int = TOKENS,
     topology: str = "v5e:2x4",
     microbatches: int = 1,
+    float32: bool = False,
 ) -> tuple[Any, int]:
     """The compiled step of a row, and its number of parameters."""
     plan, precision, _ = ROWS[name]
+    if float32:
+        precision = sk.Precision()
+        reduce = "float32"
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
     params = {"layers": {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}}
     init, step = sk.make_train_step(
@@ -72,7 +77,9 @@ def report(
         accumulate=accumulate,
     )
     state = init.abstract(params)
-    batch = jax.ShapeDtypeStruct((8 * accumulate * microbatches, tokens, WIDTH), jnp.bfloat16)
+    batch = jax.ShapeDtypeStruct(
+        (8 * accumulate * microbatches, tokens, WIDTH), jnp.float32 if float32 else jnp.bfloat16
+    )
     if name.startswith("jit"):
         step, state, batch = by_jit(state, batch)
     return sk.aot.compile(step, (state, batch), topology=topology), sum(x.size for x in jax.tree.leaves(params))
@@ -93,12 +100,17 @@ def by_jit(state: Any, batch: Any) -> tuple[Any, Any, Any]:
     def step(carry: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         params, copy, opt_state = carry
         loss, grads = jax.value_and_grad(mean)(params, batch)
+        if copy is None:
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), None, opt_state), loss
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, opt_state = optimizer.update(grads, opt_state, copy)
         copy = optax.apply_updates(copy, updates)
         return (jax.tree.map(lambda x: x.astype(jnp.bfloat16), copy), copy, opt_state), loss
 
-    carry = (state.params, state.opt_state.copy, state.opt_state.inner)
+    carry = (state.params, None, state.opt_state)
+    if hasattr(state.opt_state, "copy"):  # the master copy
+        carry = (state.params, state.opt_state.copy, state.opt_state.inner)
     layouts = jax.tree.map(lambda x: x.sharding, carry)
     mesh = state.step.sharding.mesh
     batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(mesh, PartitionSpec("d")))
@@ -113,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=1, help="through a layer before the next one")
     parser.add_argument("--reduce", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--float32", action="store_true", help="everything in float32, without a master copy")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="on each device, in a microbatch")
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--json", help="where to append records")
@@ -121,13 +134,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("|---|---|---|---|---|---|---|")
     for name in [options.only] if options.only else ROWS:
         made, parameters = report(
-            name, options.accumulate, options.reduce, options.tokens, options.topology, options.microbatches
+            name,
+            options.accumulate,
+            options.reduce,
+            options.tokens,
+            options.topology,
+            options.microbatches,
+            options.float32,
         )
-        held = made.memory.held - options.accumulate * options.microbatches * options.tokens * WIDTH * 2
+        examples = options.accumulate * options.microbatches
+        held = made.memory.held - examples * options.tokens * WIDTH * (4 if options.float32 else 2)
         alone = sum(r.total for r in made.rows if not r.asynchronous)
         gathers = sum(r.bytes_out * r.times for r in made.select(kind="all_gather") if not r.asynchronous)
         wire = f"{float(alone) / 2**20:,.0f} of {float(made.sent()) / 2**20:,.0f} MiB"
-        sizes = f"{held / parameters:.3f} ({ROWS[name][2]:g}) | {made.memory.temp / parameters:.3f}"
+        theory = "-" if options.float32 else f"{ROWS[name][2]:g}"
+        sizes = f"{held / parameters:.3f} ({theory}) | {made.memory.temp / parameters:.3f}"
         late = f"{wire} | {gathers / 1e6:,.0f} MB | {1e3 * made.exposed_seconds:.2f} ms"
         print(f"| {name} | {sizes} | {late} | {made.compile_seconds:.0f} s |", flush=True)
         if options.json:

@@ -165,7 +165,7 @@ def test_accelerator_smoke(tmp_path, capsys):
 @pytest.mark.deep  # what measures is held by the others
 def test_building_and_instruments_smoke(tmp_path):
     records = recorded(tmp_path, "building")
-    assert len(records) == 8 and all(record["cpu_us_median"] > 0 for record in records)
+    assert len(records) == 10 and all(record["cpu_us_median"] > 0 for record in records)
     records = recorded(tmp_path, "instruments")
     assert [r["case"] for r in records] == ["trace", "census", "lint", "explain"]
     assert all(r["cpu_us_median"] > 0 for r in records)
