@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit._jax import primitives
 from shardkit._jax.dependence import find_independent
-from shardkit._jax.jaxprs import Share, file_name, find_share, own_line, share_scope, walk
+from shardkit._jax.jaxprs import RunShare, file_name, find_share, own_line, share_scope, walk
 from shardkit.analysis import lint
 from shardkit.analysis.hlo import collectives, differences, proto
 from shardkit.cost.collectives import COLLECTIVE_KINDS
@@ -123,13 +123,13 @@ def test_a_branch_counts_as_often_as_its_scope_says_it_runs():
         return lax.cond(x[0] > 0, jnp.sin, lambda x: x, x)
 
     def tick(x, number):
-        with jax.named_scope(share_scope(Share(2, 5))):
+        with jax.named_scope(share_scope(RunShare(2, 5))):
             return lax.cond(number < 2, lambda x: jnp.cos(inner(x)), lambda x: x, x), None
 
     jaxpr = jax.make_jaxpr(lambda x: lax.scan(lambda x, _: lax.scan(tick, x, np.arange(5)), x, length=3))(np.ones(2))
     times = {site.name: site.times for site in walk(jaxpr.jaxpr)}
     assert (times["cos"], times["sin"], times["lt"]) == (6, 6, 15)
-    assert Share(2, 5).count_runs(None) is None
+    assert RunShare(2, 5).count_runs(None) is None
     assert find_share("jit(f)/while/body/shardkit_runs_2_of_5/cond") == (2, 5)
     assert find_share("jit(f)/while/body/shardkit_runs_2_of_5/cond/branch_1_fun/cond") is None
 

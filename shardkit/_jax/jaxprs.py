@@ -30,7 +30,7 @@ _TESTING = _HERE / "testing"  # calls a user's function, and is no part of it
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
 
 
-class Share(NamedTuple):
+class RunShare(NamedTuple):
     """How often all devices take a branch of a `lax.cond` in a loop: the branch that computes, and not the empty one.
 
     Which rounds take it stands in a constant of the program, which no reader of jaxprs or of compiled modules follows.
@@ -48,15 +48,15 @@ class Share(NamedTuple):
         return -(-times * self.runs // self.ticks)
 
 
-def share_scope(share: Share) -> str:
+def share_scope(share: RunShare) -> str:
     """The `jax.named_scope` around a `lax.cond` whose first function runs in that share of the rounds."""
     return f"{_SHARE}_{share.runs}_of_{share.ticks}"
 
 
-def find_share(name: str) -> Share | None:
+def find_share(name: str) -> RunShare | None:
     """The share that a scope says, or the name of an operation in it, as ".../shardkit_runs_2_of_5/cond"."""
     match = _SHARE_NAME.search(name)
-    return Share(int(match[1]), int(match[2])) if match else None
+    return RunShare(int(match[1]), int(match[2])) if match else None
 
 
 class Site(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._jax.compat import eval_shape
-from shardkit._jax.jaxprs import Share, share_scope
+from shardkit._jax.jaxprs import RunShare, share_scope
 from shardkit.collectives._sums import add_terms, typed_zeros
 from shardkit.on_device.batch import row
 from shardkit.pipelines.pieces import Piece, PieceArguments, Pieces
@@ -41,7 +41,7 @@ class CommonEnd(NamedTuple):
     """An end of the model, embedding or head, that all devices run together in some ticks of a segment."""
 
     microbatch: jax.Array  # for which they run it in this tick, the same on all devices; -1 for none
-    share: Share  # in how many ticks of the segment
+    share: RunShare  # in how many ticks of the segment
 
 
 class LoopState(NamedTuple):

@@ -43,7 +43,7 @@ from jax import lax
 
 from shardkit._arguments.checks import Axis, named, quoted
 from shardkit._jax.compat import bound, eval_shape, varying_axes
-from shardkit._jax.jaxprs import Share
+from shardkit._jax.jaxprs import RunShare
 from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
@@ -337,7 +337,7 @@ class Executor(NamedTuple):
             state = self._write_arrivals(state, segment, arrivals, slots[-1])
         return state, None
 
-    def _find_shares(self, segment: Segment, width: int, times: int) -> dict[str, Share]:
+    def _find_shares(self, segment: Segment, width: int, times: int) -> dict[str, RunShare]:
         """Which pieces all devices run together in ticks of a segment, and in how many of its ticks.
 
         The segment is in a round of `width` ticks, which runs `times` times.
@@ -352,10 +352,10 @@ class Executor(NamedTuple):
         shares = {}
         for end, count in zip(ENDS, counts, strict=True):
             if count:
-                shares[end] = Share(int(count), len(ticks))
+                shares[end] = RunShare(int(count), len(ticks))
         return shares
 
-    def _run_tick(self, segment: Segment, shares: dict[str, Share], carry: Any, rows: Any) -> tuple[Any, None]:
+    def _run_tick(self, segment: Segment, shares: dict[str, RunShare], carry: Any, rows: Any) -> tuple[Any, None]:
         """One tick: writes what has arrived, computes, and sends."""
         state, arrivals = carry
         columns, ends, slots = rows

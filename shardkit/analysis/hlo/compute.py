@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardkit._jax.jaxprs import Share, find_share
+from shardkit._jax.jaxprs import RunShare, find_share
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.protobuf import signed
@@ -72,7 +72,7 @@ class Work(NamedTuple):
             self.kernels + times * other.kernels,
         )
 
-    def scale(self, share: Share) -> Work:
+    def scale(self, share: RunShare) -> Work:
         """The mean over the rounds of a loop, of which this share does the work."""
         part = share.runs / share.ticks
         flops = round(self.flops * part)
