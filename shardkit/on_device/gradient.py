@@ -40,6 +40,8 @@ class GradFn(Protocol):
 
 
 LossFn = Callable[..., Any]
+# Where the arguments of a loss stand in the message of an error: carried state, the fourth, is called so.
+_ARGUMENTS = ("", "", "", "carried")
 
 
 class WithCarried(partial):
@@ -111,7 +113,10 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
             # Leaves that are opened just before the loss are opened here, inside the differentiated function, so that
             # their gradient is scattered as soon as it exists. Leaves that the loss opens stay handles.
             weights = with_parts(params, leaves.merge(values))
-            loss, aux = loss_and_aux(call_loss(loss_fn, weights, *args), allow_sum=True)
+            # As `call_loss`, without its frame: each frame here stands in the traceback of every error of a loss.
+            out = call_sealed(loss_fn, weights, *args, at=_ARGUMENTS)
+            refuse_rounded_totals(out)
+            loss, aux = loss_and_aux(out, allow_sum=True)
             return total_of(loss), (loss, aux)
 
         total, backward, (loss, aux) = jax.vjp(objective, leaves.select(), has_aux=True)
@@ -168,7 +173,7 @@ def call_loss(loss_fn: LossFn, *args: Any) -> Any:
 
     An error names a lazy leaf of the carried state by its path there, after "carried".
     """
-    out = call_sealed(loss_fn, *args, at=("", "", "", "carried"))
+    out = call_sealed(loss_fn, *args, at=_ARGUMENTS)
     refuse_rounded_totals(out)
     return out
 
