@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.extend.mlir import hlo_to_stablehlo
 from jax.interpreters import partial_eval
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, axis_names, quoted
 
@@ -43,6 +43,11 @@ def private(path: str) -> Any:
             f"shardkit needs jax._src.{path}, which jax {jax.__version__} does not have. Install a supported version: "
             'pip install "jax>=0.10,<0.13".'
         ) from None
+
+
+def abstract_mesh_of(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """A mesh without its devices."""
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 def find_deleted(leaves: Sequence[Any]) -> Any:

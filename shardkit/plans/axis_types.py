@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardkit._jax import compat
 from shardkit.meshes.layout import canonical
 
 
@@ -64,7 +65,7 @@ def wrap_for_explicit_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., A
     auto = auto_mesh(mesh)
     if auto is mesh:
         return fn
-    abstract = auto if isinstance(auto, AbstractMesh) else auto.abstract_mesh
+    abstract = compat.abstract_mesh_of(auto)
 
     def take_into_auto_type(x: jax.Array) -> jax.Array:
         # A spec of no axes over Auto axes says nothing about the layout: this changes the type, and moves nothing.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
@@ -276,10 +276,7 @@ class _Emulator(JaxprInterpreter[Any]):
         # The first argument has every axis, so that each vmap maps at least one.
         devices = jnp.zeros(tuple(sizes.values()), jnp.int8)
         # jax keeps the names that vmap binds in the order in which it first met them. That of this mesh decides.
-        mesh = params["mesh"]
-        if isinstance(mesh, Mesh):
-            mesh = mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(compat.abstract_mesh_of(params["mesh"])):
             results = run_devices(devices, *shards)
         arrays = []
         for x, spec in zip(results, params["out_specs"], strict=True):

@@ -30,6 +30,7 @@ ON_MESH, ALONE = 0, 1
 ORDER, EQUALITY, INTEGERS = "order", "equality", "integers"
 # What asks whether numbers are equal: which one is the largest, as `x == max(x)`, or which is zero, as a cast to bool.
 _EQUALITIES = ("eq", "ne", "convert_element_type", "select_and_scatter_add", "select_and_gather_add")
+# What returns the places of numbers among others.
 _PLACES = ("argmax", "argmin", "sort", "top_k", "approx_top_k")
 _MOST_CONSTANTS = 16  # of one comparison
 _ROUNDING = 1e-12  # of the numbers that are compared

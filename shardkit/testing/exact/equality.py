@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Specs, typed
+from shardkit._jax import compat
 from shardkit._jax.dependence import without_unused
 from shardkit.testing._compare import UnequalError, describe_kinds, describe_mesh, describe_shapes
 from shardkit.testing._interpreter import interpret
@@ -184,8 +185,7 @@ def _trace_both(
 
 def _interpret_on_one_device(mesh: Mesh | AbstractMesh, kernel: Any, reference: Any) -> tuple[Any, Any]:
     """Both programs as functions of floats; the shard_maps of the kernel's run on one device, as by `emulate`."""
-    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    on_one_device = interpret(jaxpr_as_fun(kernel), abstract, _ignore)
+    on_one_device = interpret(jaxpr_as_fun(kernel), compat.abstract_mesh_of(mesh), _ignore)
     return on_one_device, jaxpr_as_fun(reference)
 
 

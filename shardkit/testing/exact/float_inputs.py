@@ -79,7 +79,7 @@ def propose_inputs(
         inputs_of_sides = jax.tree.unflatten(structure, values)
         return _measure_distance(on_mesh(*inputs_of_sides), alone(*inputs_of_sides))
 
-    distances = _run_all(measure, inputs, count)
+    distances = _run_all(measure, inputs)
     if distances is None:
         return None
     return [
@@ -87,10 +87,11 @@ def propose_inputs(
     ]
 
 
-def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray], count: int) -> np.ndarray | None:
+def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray]) -> np.ndarray | None:
     """float32 [inputs, measures]: the distances of all inputs; None where jax does not run the programs."""
+    # As many at once as fit: 16,384 inputs of a kernel on [128, 64] would be 0.5 GiB.
     elements = sum(math.prod(x.shape[1:]) for x in inputs.values())
-    together = max(1, min(count, _MOST_ELEMENTS // max(elements, 1)))
+    together = max(1, _MOST_ELEMENTS // max(elements, 1))
     few = {number: x[:_FEW] for number, x in inputs.items()}
     # One after the other is a hundred times slower, and needs no rule for batches.
     for run, batch in (

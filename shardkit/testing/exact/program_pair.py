@@ -175,7 +175,8 @@ class ProgramPair:
         """One more draw, of which some inputs have these real values; it counts unless it has none for a number.
 
         Worked example: for {"0": [0.25, 3.0]} the argument 0 has these real values. Its residues are drawn as ever, so
-        that the comparisons go as they do at these values, and results are compared at other numbers.
+        that the comparisons go as they do at these values, and results are compared at other numbers. For {"0": [2.0,
+        -2.0]} the residues are those of 2 and -2, because the squares are to be equal.
         """
         seed = self.seed
         self.seed += 1

@@ -24,6 +24,7 @@ from shardkit.testing.exact.rules.movement import MOVED_OPERANDS, MOVES_OF_ONE
 from shardkit.testing.exact.rules.operands import Known, Operand
 from shardkit.testing.exact.rules.primitive_rules import apply_rule
 from shardkit.testing.exact.rules.scope import Scope
+from shardkit.testing.exact.rules.sorting import sort_by
 
 # What the field computes exactly.
 _ARITHMETIC = {
@@ -80,8 +81,6 @@ def _needs_note(field: Field, equation: Any, operands: Sequence[Known], result: 
         return _may_be_rounded(equation, operands, result, follows_computed)
     if name in _FUNCTIONS and field.choices.exact_functions:
         return _may_be_rounded(equation, operands, result, follows_computed)
-    if name == "sort" and len(operands) > 1:
-        return False
     return name in _MOVES and follows_computed
 
 
@@ -119,8 +118,8 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
         is_exponent = name == "pow" and number == 1
         lifted.append(x if x.dtype.kind != "f" or is_exponent else field.lift(x))
     try:
-        if name == "sort":
-            exact = _sort(scope, equation, operands[0], lifted[0])
+        if name == "sort":  # in the order of the floats, which are known: the rule orders unknown numbers
+            exact = sort_by(operands[0], lifted[0], scope.rank + equation.params["dimension"])
         elif registered(name).kind is not None:
             [exact] = apply_collective(field, axes, equation, lifted)
         else:
@@ -138,13 +137,6 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     if name in _FUNCTIONS:
         degree = degree.plus(INPUT)  # exp has a random base, and a root is drawn
     return replace(exact, facts=facts, real=real, degree=degree)
-
-
-def _sort(scope: Scope, equation: Any, x: Known, exact: Exact) -> Exact:
-    """Constants of the field in the order that their floats have."""
-    dim = scope.rank + equation.params["dimension"]
-    places = np.argsort(x, dim, kind="stable")
-    return exact.move(lambda part: np.take_along_axis(part, np.broadcast_to(places, part.shape), dim + 1))
 
 
 def move_constant(field: Field, x: Operand, result: Operand, move: Callable[[Exact], Exact]) -> None:

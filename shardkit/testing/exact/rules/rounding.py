@@ -24,6 +24,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys
+from shardkit.testing.exact.numbers.same_keys import recall_keys
 from shardkit.testing.exact.numbers.values import INPUT, Exact
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.scope import Scope
@@ -101,10 +102,8 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
     field = scope.field
     if x.degree.total:
         field.notes.uninterpreted.add(name)
-    keys = find_keys(field, x)  # refuses values beyond floats
-    real = x.real[0]
-    if field.choices.same_keys:
-        real = keys
+    find_keys(field, x)  # refuses values beyond floats
+    real = recall_keys(field, x.number, x.real[0])
     real = np.where(np.isfinite(real), real, 0.0)
     # floor, ceil and trunc jump at integers, round halfway between them.
     jump = np.rint(real)

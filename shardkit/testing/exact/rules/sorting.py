@@ -81,6 +81,11 @@ def _note_order(scope: Scope, equation: Any, x: Exact, keys: np.ndarray, dim: in
         scope.choose(equation, keys > np.roll(keys, distance, dim), x, f" by {distance}")
 
 
+def sort_by(keys: np.ndarray, x: Operand, dim: int) -> Operand:
+    """The elements of an operand along a dim, in the order of their keys."""
+    return _take_along(x, np.argsort(keys, dim, kind="stable"), dim, keys.shape)
+
+
 def _take_along(x: Operand, places: np.ndarray, dim: int, shape: Sequence[int]) -> Operand:
     """The elements of an operand of this shape at places along a dim."""
     if not isinstance(x, Exact):
