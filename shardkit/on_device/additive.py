@@ -87,7 +87,7 @@ def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch
     constants = _compare_constants(few.consts, many.consts)
     if len(few.jaxpr.constvars) != len(many.jaxpr.constvars):
         return Loss(Met("another number of constants follows from another number of examples", ""), frozenset())
-    outs = reader.run(few.jaxpr, many.jaxpr, [*constants, *states], "")
+    outs = reader.run(few.jaxpr, many.jaxpr, [*constants, *states], "", of_plan=False)
     loss = Loss(None, frozenset(reader.sends), tuple(reader.lines), tuple(reader.index_lines))
     for total, weight in zip(outs[::2], outs[1::2], strict=True):
         met = _not_additive(total, weight)
@@ -156,44 +156,50 @@ class _LossReader:
         self.lines: list[str] = []
         self.index_lines: list[str] = []
 
-    def run(self, few: Any, many: Any, states: Sequence[State], line: str) -> list[State]:
-        """What the results of a jaxpr are, of what its constants and arguments are; `line` is that of the call."""
+    def run(self, few: Any, many: Any, states: Sequence[State], line: str, *, of_plan: bool) -> list[State]:
+        """What the results of a jaxpr are, of what its constants and arguments are.
+
+        `line` is that of the call, and `of_plan` says whether a plan traced the call: the names of scopes in an inner
+        program begin anew, as in the quantization of a compressed gather.
+        """
         variables = (*many.constvars, *many.invars)
         states_by_variable: dict[Any, State] = dict(zip(variables, states, strict=True))
         if len(few.eqns) != len(many.eqns):
-            self._run_unequal(many, states_by_variable, line)
+            self._run_unequal(many, states_by_variable, line, of_plan)
         else:
             for equation, twin in zip(many.eqns, few.eqns, strict=True):
-                pair = Pair(twin, equation, self.examples, _line_of(equation, line))
+                in_plan = of_plan or compat.in_scope(equation, PLAN)
+                pair = Pair(twin, equation, self.examples, _line_of(equation, line), in_plan)
                 operands = _read_all(twin.invars, equation.invars, states_by_variable)
                 results: Sequence[State]
                 if _is_same_operation(twin, equation):
                     results = self.step(pair, operands)
                 else:
                     results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
-                    self._note_sends(equation, pair.line)
+                    self._note_sends(equation, pair.line, pair.of_plan)
                 states_by_variable.update(zip(equation.outvars, results, strict=True))
         return _read_all(few.outvars, many.outvars, states_by_variable)
 
-    def _run_unequal(self, many: Any, states_by_variable: dict[Any, State], line: str) -> None:
+    def _run_unequal(self, many: Any, states_by_variable: dict[Any, State], line: str, of_plan: bool) -> None:
         """Fills in the results of a program with another number of equations for another number of examples."""
         for equation in many.eqns:
-            pair = Pair(equation, equation, self.examples, _line_of(equation, line))
+            in_plan = of_plan or compat.in_scope(equation, PLAN)
+            pair = Pair(equation, equation, self.examples, _line_of(equation, line), in_plan)
             operands = _read_all(equation.invars, equation.invars, states_by_variable)
             results: Sequence[State]
             if are_all(operands, Whole):
                 results = [any_whole(variable, UNKNOWN) for variable in equation.outvars]
             else:
                 results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
-            self._note_sends(equation, pair.line)
+            self._note_sends(equation, pair.line, pair.of_plan)
             states_by_variable.update(zip(equation.outvars, results, strict=True))
 
-    def _note_send(self, equation: Any, line: str) -> bool:
+    def _note_send(self, equation: Any, line: str, of_plan: bool) -> bool:
         """Notes an equation by which the loss sends over the batch axes, or asks for the index; whether it is one."""
         axes = self.batch_axes & frozenset(mesh_axes(equation))
         is_collective = kind_of(equation) is not None
         # What a plan sends of its own leaves, as a gather of a layer's weights, is right whatever the loss is.
-        is_of_the_loss = is_collective and not compat.in_scope(equation, PLAN)
+        is_of_the_loss = is_collective and not of_plan
         if not axes or not (is_of_the_loss or equation.primitive.name == "axis_index"):
             return False
         self.sends.update(axes)
@@ -201,12 +207,12 @@ class _LossReader:
         lines.append(line)
         return True
 
-    def _note_sends(self, equation: Any, line: str) -> None:
+    def _note_sends(self, equation: Any, line: str, of_plan: bool) -> None:
         """Notes where an equation, or a program that it calls, sends over the batch axes, or asks for the index."""
-        self._note_send(equation, line)
+        self._note_send(equation, line, of_plan)
         for _, body in compat.inner_jaxprs(equation):
             for inner in body.eqns:
-                self._note_sends(inner, _line_of(inner, line))
+                self._note_sends(inner, _line_of(inner, line), of_plan or compat.in_scope(inner, PLAN))
 
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         """The states of the results of an equation.
@@ -226,7 +232,7 @@ class _LossReader:
             return self._cond(pair, operands)
         if registered(name).same and len(operands) == len(equation.outvars):
             return operands
-        if self._note_send(equation, pair.line):
+        if self._note_send(equation, pair.line, pair.of_plan):
             # The result is taken for Whole, also where devices differ, as after a ppermute: whether the loss is right
             # to send it is not decided here. Such a loss is compared with one device (steps/whole_batch.py).
             return [any_whole(variable) for variable in equation.outvars]
@@ -249,7 +255,7 @@ class _LossReader:
         constants_few = compat.inner_constants(pair.few)[number]
         constants_many = compat.inner_constants(pair.many)[number]
         constants = _compare_constants(constants_few, constants_many)
-        return self.run(few, many, [*constants, *operands], pair.line)
+        return self.run(few, many, [*constants, *operands], pair.line, of_plan=pair.of_plan)
 
     def _call(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         return self._run_inner(pair, operands)
@@ -258,7 +264,7 @@ class _LossReader:
         predicate, *arguments = operands
         count = len(pair.many.outvars)
         if not isinstance(predicate, Whole):
-            self._note_sends(pair.many, pair.line)  # its branches are not read
+            self._note_sends(pair.many, pair.line, pair.of_plan)  # its branches are not read
             if is_turn(predicate):
                 return [of_one_example(pair, operands)] * count
             if isinstance(predicate, Met):
@@ -272,7 +278,7 @@ class _LossReader:
 
     def _while(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         outs = pair.many.outvars
-        self._note_sends(pair.many, pair.line)  # its body is not read
+        self._note_sends(pair.many, pair.line, pair.of_plan)  # its body is not read
         if any(map(is_turn, operands)):
             return [of_one_example(pair, operands)] * len(outs)
         if not are_all(operands, Whole):

@@ -92,6 +92,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         self.quotients: dict[str, Axes] = {}
         self.alike: list[Remark] = []
         self._sizes: dict[str, int] = {}  # of the mesh axes with several devices
+        self._of_plan = False  # whether a plan traced the function whose program is read
 
     def constant(self, x: Any) -> _Fact:
         return _Fact()
@@ -115,6 +116,19 @@ class _StepReader(JaxprInterpreter[_Fact]):
         # Outside of shard_map an array is global, and the same to all devices.
         return [_ARGUMENT] * len(equation.outvars)
 
+    def call(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
+        # The names of scopes begin anew in the program of a function, as in a compressed gather, which has a
+        # derivative of its own.
+        outer = self._of_plan
+        self._of_plan = self._is_of_plan(equation)
+        results = super().call(equation, body, operands)
+        self._of_plan = outer
+        return results
+
+    def _is_of_plan(self, equation: Any) -> bool:
+        """Whether a plan traced an equation, or the function that it is in."""
+        return self._of_plan or compat.in_scope(equation, PLAN)
+
     def scan(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         consts, _, _ = scan_operands(equation, operands)
         return self._run_inner(equation, operands, shared=consts)
@@ -122,7 +136,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
     def equation(self, equation: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         if compat.inner_programs(equation):
             return self._run_inner(equation, operands, shared=[])
-        fact = _combine(equation, operands)
+        fact = _combine(equation, operands, self._is_of_plan(equation))
         if kind_of(equation) is not None:
             fact = self._send(equation, operands, fact)
         else:
@@ -134,7 +148,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
 
         A turn may be an example that divides by a sum of its own, as a mean over its tokens: that is no mistake.
         """
-        fact = _combine(equation, operands)
+        fact = _combine(equation, operands, self._is_of_plan(equation))
         for program in compat.inner_programs(equation):
             jaxpr = getattr(program, "jaxpr", program)
             carried = [_varying_too(fact, variable) for variable in jaxpr.invars[len(shared) :]]
@@ -154,8 +168,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         if kind == "ppermute":
             return fact
         # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
-        of_the_plan = compat.in_scope(equation, PLAN)
-        reduced = fact.reduced if of_the_plan else fact.reduced | axes
+        reduced = fact.reduced if self._is_of_plan(equation) else fact.reduced | axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:
@@ -177,8 +190,8 @@ class _StepReader(JaxprInterpreter[_Fact]):
                 self.alike.append(Remark("term-of-each-device", message, line, _ALIKE[term]))
 
 
-def _combine(equation: Any, ins: list[_Fact]) -> _Fact:
-    """What is known of a result whatever the equation computes of its operands."""
+def _combine(equation: Any, ins: list[_Fact], of_plan: bool) -> _Fact:
+    """What is known of a result whatever the equation computes of its operands; `of_plan`: whether a plan traced it."""
     name = equation.primitive.name
     axes = frozenset(mesh_axes(equation))
     differs = _union(fact.differs for fact in ins)
@@ -187,7 +200,7 @@ def _combine(equation: Any, ins: list[_Fact]) -> _Fact:
     from_argument = any(fact.from_argument for fact in ins)
     reduced = _union(fact.reduced for fact in ins)
     # By a cast, a loss says that the value is this device's share.
-    if registered(name).cast and from_argument and not compat.in_scope(equation, PLAN):
+    if registered(name).cast and from_argument and not of_plan:
         reduced |= axes
     factor = 1.0 if from_argument and name != "div" else math.nan
     return _Fact(differs, reduced, from_argument, factor)

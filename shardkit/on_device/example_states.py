@@ -63,6 +63,7 @@ class Pair(NamedTuple):
     many: Any  # the equation for 2n examples
     examples: int  # 2n
     line: str
+    of_plan: bool = False  # whether a plan traced it, as it does the gather of a layer's weights
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from shardkit._jax import compat
 from shardkit._jax.compat import varying_axes
 from shardkit._jax.dependence import without_unused
-from shardkit._jax.jaxprs import walk
+from shardkit._jax.jaxprs import PLAN, walk
 from shardkit.collectives import all_reduce, vary
 from shardkit.meshes.layout import split_dims
 from shardkit.on_device.additive import Loss, read_loss
@@ -108,6 +108,7 @@ class Readings(NamedTuple):
         calls_python: whether it calls back into Python, or has another effect.
         loops: whether it has a loop whose end depends on numbers.
         has_16_bits: whether it computes with 16 bits or fewer, by `precision=` or by itself.
+        rounds_weights: whether the plan rounds the weights that it sends, as a compressed gather does.
     """
 
     losses: dict[str, Loss]
@@ -115,6 +116,7 @@ class Readings(NamedTuple):
     calls_python: bool
     loops: bool
     has_16_bits: bool
+    rounds_weights: bool
 
     def suspects(self) -> dict[str, Met]:
         """The loss and metrics in which examples may meet, by name, except if they send over an axis of the batch."""
@@ -195,17 +197,30 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
     calls_python = False
     loops = False
     has_16_bits = False
+    rounds_weights = False
     for site in walk(few.jaxpr):
         calls_python |= compat.calls_python(site.equation)
         loops |= site.name == "while"
         has_16_bits |= any(_has_16_bits(variable) for variable in site.equation.outvars)
-    return Readings(losses, few.jaxpr, calls_python, loops, has_16_bits)
+        rounds_weights |= site.within(PLAN) and _rounds(site.equation)
+    return Readings(losses, few.jaxpr, calls_python, loops, has_16_bits, rounds_weights)
 
 
 def _has_16_bits(variable: Any) -> bool:
     """Whether a variable is of floats of 16 bits or fewer."""
     dtype = getattr(variable.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _rounds(equation: Any) -> bool:
+    """Whether floats become integers or floats of 8 bits here."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    operand = equation.invars[0].aval.dtype
+    result = equation.outvars[0].aval.dtype
+    if not jnp.issubdtype(operand, jnp.floating):
+        return False
+    return bool(jnp.issubdtype(result, jnp.integer) or result.itemsize == 1)
 
 
 def _resize(x: Any, dim: int, times: int, parts: int) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ Not compared with one device and the whole batch:
 
 - a loss that calls back into Python, and one whose random numbers depend on the device, as by `sk.fold_axis`. Random
   numbers by the positions of tokens among all tokens are the same on one device, and are compared;
+- a plan that rounds the weights it sends, as a compressed gather: one device has them as they are;
 - microbatches, which have other examples each (`make_train_step` warns of them where a loss sends);
 - meshes of several processes, or with axes that are not Manual;
 - what is larger than `MOST_BYTES`, because one device must hold it beside the state.
@@ -197,7 +198,7 @@ def can_be_whole(examples: Examples, readings: Readings, state: TrainState, batc
         return False
     if count_bytes((state.params, state.carried, batch)) > MOST_BYTES:
         return False
-    return not readings.calls_python and not draws_by_device(readings.jaxpr)
+    return not (readings.calls_python or readings.rounds_weights or draws_by_device(readings.jaxpr))
 
 
 def compute_whole_batch(

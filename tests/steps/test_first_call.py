@@ -397,6 +397,36 @@ def test_a_loss_that_sends_is_not_compared_where_it_is_meant_or_cannot_be():
     without_a_word(*stepped(with_noise))
 
 
+ROUNDED = sk.fsdp("data", min_size=1, gather=sk.algorithms.compressed(jnp.int8))
+WIDE = {"w": RNG.normal(size=(4, 64)).astype("f")}
+
+
+# What alone finds a compressed gather taken for what the loss sends, or its rounding for a mistake of the loss.
+def test_weights_that_a_plan_rounds_are_not_compared_with_one_device():
+    batch = BATCH | {"y": RNG.normal(size=(16, 64)).astype("f")}
+    for loss in (right, gathered):
+        step, state, batch = stepped(loss, batch, WIDE, plan=ROUNDED)
+        without_a_word(step, state, batch)
+        _, metrics = step(state, batch)
+        exact_step, state, batch = stepped(loss, batch, WIDE, plan=sk.fsdp("data", min_size=1))
+        _, exact = exact_step(state, batch)
+        difference = abs(float(metrics["loss"]) - float(exact["loss"])) / abs(float(exact["loss"]))
+        assert 1e-5 < difference < 0.05  # more than the rounding for which it would be taken, and less than a mistake
+
+
+# What alone finds that a penalty of weights that a plan gathers compressed is taken for one that the loss made equal.
+def test_a_penalty_of_rounded_weights_counts_on_each_device():
+    def loss(params, batch, keys):
+        mean = right(params, batch, keys)
+        return sk.Mean(mean.total + jnp.sum(params["w"].astype(jnp.float32) ** 2), mean.weight)
+
+    batch = BATCH | {"y": RNG.normal(size=(16, 64)).astype("f")}
+    for plan in (sk.fsdp("data", min_size=1), ROUNDED):
+        step, state, batch = stepped(loss, batch, WIDE, plan=plan, examples="mixed")
+        with pytest.warns(UserWarning, match="it counts once for each of them, unless it is divided by their number"):
+            step(state, batch)
+
+
 # What alone finds carried state, padding or Explicit axes that keep a loss from being computed on one device.
 def test_a_loss_that_sends_on_other_meshes():
     def with_carried(params, batch, keys, carried):
