@@ -572,6 +572,7 @@ def test_held_bytes_are_those_of_the_paper_on_a_tpu(name):  # proves S65, S68, S
     assert report.memory.alias >= 0.999 * held  # the whole state is donated
     # what earlier prototypes needed; gathering ahead holds one layer's weights and one layer's gradient more
     most = {"DP": 3.0, "ZeRO-1": 2.1, "ZeRO-2": 2.1, "ZeRO-3": 0.95, "ZeRO-3, prefetch": 1.5}
+    most |= {"ZeRO-1, at the end": 2.2, "jit, ZeRO-1": 2.1}  # 2.13 and 2.00 were measured
     assert report.memory.temp / parameters < most[name]
     if "prefetch" in name:  # and hides gathers for it: without, each layer's first is waited for, forward and backward
         waited = sum(r.bytes_out * r.times for r in report.select(kind="all_gather") if not r.asynchronous)

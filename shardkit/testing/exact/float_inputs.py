@@ -101,8 +101,15 @@ def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray]) -> n
         # Both programs have been traced already. What fails here is a primitive that jax cannot batch, or that has no
         # meaning on one device. The certificate says so.
         with suppress(Exception):
-            return np.asarray(jax.jit(run)(batch))
+            return np.asarray(jax.jit(run, compiler_options=_choose_compiler_options())(batch))
     return None
+
+
+def _choose_compiler_options() -> dict[str, Any]:
+    """Those of a program that runs once, for milliseconds: compiling it takes most of the time."""
+    if jax.default_backend() != "cpu":
+        return {}
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def _rank(distances: np.ndarray) -> list[int]:

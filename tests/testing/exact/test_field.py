@@ -85,9 +85,10 @@ def test_crossings_prefer_comparisons_of_one_side():
         field = Field(Settings(1, seed, kind="crossed"))
         x = draw_input(field, "x", (2, 3))
         moved = crossings.moved(field, [])
-        field.choices.elements = (moved,)
+        other = field.like()
+        other.choices.elements = (moved,)
         differences = Differences(), Differences()
-        for y, noted in zip((x, draw_input(field, "x", (2, 3))), differences, strict=True):
+        for y, noted in zip((x, draw_input(other, "x", (2, 3))), differences, strict=True):
             for place in places:
                 noted.note(place, field, y, field.lift(np.zeros((1, 1), "f")))
         crossings.solve(field, moved, *differences, {foreign})

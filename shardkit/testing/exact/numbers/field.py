@@ -35,16 +35,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from shardkit.testing.exact.numbers.computed import Computations
-from shardkit.testing.exact.numbers.constants import LEAST_INFINITE, simplest
 from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError
 from shardkit.testing.exact.numbers.folded import Constant, Folded
+from shardkit.testing.exact.numbers.lifting import MOST_KEPT, Lifted, lift_array
 from shardkit.testing.exact.numbers.marks import Marks
 from shardkit.testing.exact.numbers.notes import Notes
 from shardkit.testing.exact.numbers.number_laws import NumberLaws
@@ -53,7 +51,6 @@ from shardkit.testing.exact.numbers.roots import NO_ROOT
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES
 from shardkit.testing.exact.numbers.values import (
     CONSTANT,
-    HUGE,
     NOT_A_NUMBER,
     OUTSIDE,
     TRULY,
@@ -80,7 +77,6 @@ SEEDS = 8
 # Where the outcome of a comparison is turned round, beside bool [...] for some elements (`hidden.py`).
 EVERYWHERE = np.ones((), bool)
 TIES = "where both numbers are equal"
-_MOST_KEPT = 64  # elements of a constant that is kept
 
 
 class Settings(NamedTuple):
@@ -160,8 +156,7 @@ class Field:
         self.laws = NumberLaws(self.residues.moduli)
         self.notes = Notes()
 
-        self._constants: dict[Any, tuple[np.ndarray, float]] = {}
-        self._lifted: dict[Any, Exact] = {}
+        self._lifted: dict[Any, Lifted] = {}
 
     @property
     def side(self) -> int | None:
@@ -307,71 +302,16 @@ class Field:
     def lift_rounded(self, x: Any) -> Exact:
         """A constant array as it is, also if the program computed it."""
         x = np.asarray(x)
-        if x.size > _MOST_KEPT:
-            return self._lift(x)
-        # A mask of a step is lifted hundreds of times: small constants are kept.
-        key = (self.side, x.tobytes(), str(x.dtype), x.shape)
-        if key not in self._lifted:
-            self._lifted[key] = self._lift(x)
-        return self._lifted[key]
-
-    def _lift(self, x: np.ndarray) -> Exact:
-        # Constants are mostly masks and fillings: each distinct value is lifted once, and taken to its places.
-        values: Any = x.reshape(-1)
-        places: Any = np.zeros(x.shape, np.int64)
-        if x.size > 1:
-            values, places = np.unique(x, return_inverse=True)
-            places = places.reshape(x.shape)
-        residues = []
-        reals = []
-        for value in values:
-            residues_of_value, real_value = self._find_constant(value, x.dtype)
-            residues.append(residues_of_value)
-            reals.append(real_value)
-        if not residues:  # of an empty array
-            residues = [self.residues.moduli]
-            reals = [0.0]
-        # [components, distinct values]
-        table = np.stack(residues, 1)
-        number = np.take(table, places.reshape(-1), 1).reshape(len(table), *x.shape)
-        real = np.take(np.array(reals), places)[None]
-
-        wide = np.asarray(values, np.float64)
-        # The sign 1 means "not negative", so it is that of zero too.
-        sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
-        # Integers are never a mask's infinity.
-        is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(x.dtype, jnp.floating)
-        infinite = np.where(np.isinf(wide), TRULY, np.where(is_huge, HUGE, 0)) * sign
-        poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
-        facts = build_facts(x.shape, np.take(sign, places), np.take(infinite, places), poison=np.take(poison, places))
-        return Exact(number, facts, real)
-
-    def _find_constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
-        """The residues of a constant, and the real number that it stands for."""
-        key = (value.item(), str(dtype))
-        self.notes.add_constant(key, self.side)
-        if key not in self._constants:
-            self._constants[key] = self._make_constant(value, dtype)
-        return self._constants[key]
-
-    def _make_constant(self, value: Any, dtype: Any) -> tuple[np.ndarray, float]:
-        moduli = self.residues.moduli
-        if np.isnan(np.asarray(value, np.float64)):
-            return np.zeros_like(moduli), math.nan
-        if np.isinf(np.asarray(value, np.float64)):
-            return self.residues.infinity(float(value) < 0), float(value)
-        # n / d is n times the inverse of d, modulo each prime.
-        folded = self.choices.folded.get((value.item(), str(dtype)))
-        if folded is not None:
-            ratio = folded.ratio
-        elif jnp.issubdtype(dtype, jnp.floating):
-            ratio = simplest(float(value), dtype)
+        if x.size > MOST_KEPT:
+            lifted = lift_array(x, self.residues, self.choices.folded)
         else:
-            ratio = Fraction(int(value))
-        residues = []
-        for p in moduli.tolist():
-            residues.append(ratio.numerator * pow(ratio.denominator, -1, p) % p)
-        return np.array(residues, np.uint64), float(ratio)
+            # A mask of a step is lifted hundreds of times: small constants are kept.
+            key = (x.tobytes(), x.dtype, x.shape)
+            if key not in self._lifted:
+                self._lifted[key] = lift_array(x, self.residues, self.choices.folded)
+            lifted = self._lifted[key]
+        self.notes.add_constants(lifted.constants, self.side)
+        return lifted.exact
 
     # Degrees
 

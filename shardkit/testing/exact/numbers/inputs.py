@@ -23,8 +23,17 @@ _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs a
 
 def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     """An input: a random number for every component and element, and a random real value for every element."""
-    size = math.prod(shape)
     # Both programs draw their inputs by name: an input of the same name is the same in both.
+    drawn = field.notes.inputs.get(name)
+    if drawn is None or drawn.shape != tuple(shape):
+        drawn = _draw_input(field, name, shape)
+        field.notes.inputs[name] = drawn
+    return drawn
+
+
+def _draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
+    """An input that the field has not drawn yet."""
+    size = math.prod(shape)
     digest = hashlib.blake2b(name.encode(), digest_size=6).digest()
     rng = np.random.default_rng([field.settings.seed, int.from_bytes(digest, "big")])
     moduli = field.residues.moduli
@@ -47,9 +56,7 @@ def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
         x = _plant_rows(field, rng, x)
     elif kind == WHOLE:
         x = _lift_input(field, draw_whole(rng, shape))
-    x = _place_elements(field, name, x)
-    field.notes.inputs[name] = x
-    return x
+    return _place_elements(field, name, x)
 
 
 def draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:

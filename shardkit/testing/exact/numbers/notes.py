@@ -72,10 +72,10 @@ class Notes:
         if side is not None:
             self.rounded_values.setdefault(side, set()).update(np.unique(values).tolist())
 
-    def add_constant(self, key: Constant, side: int | None) -> None:
-        """Notes a constant that became a number of the field, for the side that runs."""
+    def add_constants(self, constants: Sequence[Constant], side: int | None) -> None:
+        """Notes constants that became numbers of the field, for the side that runs."""
         if side is not None:
-            self.constants.setdefault(side, set()).add(key)
+            self.constants.setdefault(side, set()).update(constants)
 
     def add_stored(self, x: np.ndarray, side: int | None) -> None:
         """Notes the values and the dtype of a constant, as the program of the side that runs stores it."""

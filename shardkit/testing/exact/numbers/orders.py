@@ -41,11 +41,11 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
     field.notes.deepest = max(field.notes.deepest, used)
     if used >= field.settings.levels - 1:
         raise TooDeepError
+    is_zero = field.is_zero(x)
     if field.settings.order is None:
-        keys = recall_keys(field, x.number, _find_real_keys(field, x))
+        keys = recall_keys(field, x.number, _find_real_keys(x, is_zero))
     else:
         keys = _find_random_keys(field, x, field.settings.order)
-    is_zero = field.is_zero(x)
     if field.choices.same_keys:
         field.notes.lost |= bool(((keys == 0) & ~is_zero & (x.poison == 0)).any())
     # Zero is the middle of every order, infinity its ends, and NaN has no place.
@@ -76,12 +76,14 @@ def find_keys_of_two(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.n
     return np.where(are_finite, keys, x_keys), np.where(are_finite, 0.0, y_keys)
 
 
-def _find_real_keys(field: Field, x: Exact) -> np.ndarray:
+def _find_real_keys(x: Exact, is_zero: np.ndarray) -> np.ndarray:
     """The real values, but for their last digits: numbers that are equal may be rounded in other ways."""
     real = x.real[0]
-    is_number = ~field.is_zero(x) & (x.poison == 0) & ~x.is_truly_infinite
-    if (~np.isfinite(real) & is_number).any():
-        raise UnknownValueError
+    is_beyond_floats = ~np.isfinite(real)
+    if is_beyond_floats.any():
+        is_number = ~is_zero & (x.poison == 0) & ~x.is_truly_infinite
+        if (is_beyond_floats & is_number).any():
+            raise UnknownValueError
     # A number that is too small for a float, as a product of exps, still has its sign.
     is_lost = (real == 0) & (x.sign != 0)
     return np.where(is_lost, x.sign * _SMALLEST, _drop_last_digits(real))

@@ -35,6 +35,8 @@ class Residues:
         self.levels = levels
         # With the primes 5 and 11 and two points: [5, 5, 11, 11].
         self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
+        # With two primes and two points: [0, 0, 1, 1].
+        self._levels = np.repeat(np.arange(levels), points)
         self._salts: dict[str, np.ndarray] = {}
 
     @property
@@ -52,8 +54,7 @@ class Residues:
 
     def levels_of_components(self, dims: int) -> np.ndarray:
         """int [components, 1, ...]: the number of each component's prime, for an array of so many dims."""
-        levels = np.repeat(np.arange(self.levels), self.points)
-        return levels.reshape(-1, *[1] * dims)
+        return self._levels.reshape(-1, *[1] * dims)
 
     # Random functions
 

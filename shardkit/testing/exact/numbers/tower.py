@@ -19,6 +19,7 @@ PRIMES = tuple((19_099_919 + 1) * 2**level - 1 for level in range(8))
 LEVELS = len(PRIMES)
 _SMALL_STEPS = 2**19  # how many small powers of 4 a search for a logarithm keeps
 _TOGETHER = 16  # how many logarithms are searched for at a time, so that their candidates fit a cache
+_MOST_RECALLED = 2**17  # of which one level keeps the exponents
 # A filter: most numbers that are not among the small powers differ from all of them in these bits.
 _LOW_BITS = np.uint64(2**22 - 1)
 
@@ -96,12 +97,33 @@ def find_logarithms(level: int, values: np.ndarray) -> np.ndarray:
     """
     p = PRIMES[level]
     distinct, places = np.unique(values, return_inverse=True)
-    exponents = np.zeros(distinct.shape, np.uint64)
-    for start in range(0, len(distinct), _TOGETHER):
-        exponents[start : start + _TOGETHER] = _find_exponents(level, distinct[start : start + _TOGETHER])
+    exponents = _recall_exponents(level, distinct)
     half = np.uint64((p + 1) // 2)
     logarithms = exponents * half % np.uint64(p)
     return logarithms[places].reshape(values.shape)
+
+
+_recalled: dict[int, dict[int, int]] = {}  # by level and number
+
+
+def _recall_exponents(level: int, values: np.ndarray) -> np.ndarray:
+    """The exponents of distinct numbers, of which only new ones are searched for.
+
+    Both programs take the logarithms of the same numbers, and so does a draw of which one element is another.
+    """
+    recalled = _recalled.setdefault(level, {})
+    new = []
+    for value in values.tolist():
+        if value not in recalled:
+            new.append(value)
+    if len(recalled) + len(new) > _MOST_RECALLED:
+        recalled.clear()
+        new = values.tolist()
+    for start in range(0, len(new), _TOGETHER):
+        together = new[start : start + _TOGETHER]
+        exponents = _find_exponents(level, np.array(together, np.uint64))
+        recalled.update(zip(together, exponents.tolist(), strict=True))
+    return np.array([recalled[value] for value in values.tolist()], np.uint64)
 
 
 def _find_exponents(level: int, values: np.ndarray) -> np.ndarray:
