@@ -21,6 +21,7 @@ from faults import (
     attention,
     blocks,
     choices,
+    eighth,
     exchange,
     fifth,
     fourth,
@@ -58,9 +59,11 @@ FIFTH_CASES = fifth.CASES
 SIXTH_CASES = sixth.CASES
 # Written by one who had not read the search; measured once: TODO figure.
 SEVENTH_CASES = seventh.CASES
+# Written by one who had not read the search; measured once: TODO figure.
+EIGHTH_CASES = eighth.CASES
 ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES]
 ALL_CASES += [*THIRD_CASES, *FOURTH_CASES, *FIFTH_CASES, *SIXTH_CASES]
-ALL_CASES += [*SEVENTH_CASES]
+ALL_CASES += [*SEVENTH_CASES, *EIGHTH_CASES]
 BY_NAME = {case.name: case for case in ALL_CASES}
 assert len(BY_NAME) == len(ALL_CASES), "two cases have one name"
 # The halves were drawn once: the second was looked at for its count alone.
@@ -74,6 +77,7 @@ FOURTH = [case.name for case in FOURTH_CASES]
 FIFTH = [case.name for case in FIFTH_CASES]
 SIXTH = [case.name for case in SIXTH_CASES]
 SEVENTH = [case.name for case in SEVENTH_CASES]
+EIGHTH = [case.name for case in EIGHTH_CASES]
 
 
 class Verdict(NamedTuple):
@@ -142,6 +146,7 @@ def main() -> None:
         "fifth": FIFTH,
         "sixth": SIXTH,
         "seventh": SEVENTH,
+        "eighth": EIGHTH,
     }
     for words in [sys.argv[1:]] if sys.argv[1:] else [[half] for half in halves]:
         quiet = set(words) <= {"held_out"}
