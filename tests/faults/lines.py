@@ -21,6 +21,7 @@ from faults import (
     attention,
     blocks,
     choices,
+    eighth,
     exchange,
     fifth,
     fourth,
@@ -33,6 +34,7 @@ from faults import (
     routing,
     sequences,
     serving,
+    seventh,
     sixth,
     statistics,
     third,
@@ -55,8 +57,13 @@ FOURTH_CASES = fourth.CASES
 FIFTH_CASES = fifth.CASES
 # Written with the fifth, and measured once, when the search was as it is: 12 of 14, as by the search before.
 SIXTH_CASES = sixth.CASES
+# Written by one who had not read the search; measured once: TODO figure.
+SEVENTH_CASES = seventh.CASES
+# Written by one who had not read the search; measured once: TODO figure.
+EIGHTH_CASES = eighth.CASES
 ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES]
 ALL_CASES += [*THIRD_CASES, *FOURTH_CASES, *FIFTH_CASES, *SIXTH_CASES]
+ALL_CASES += [*SEVENTH_CASES, *EIGHTH_CASES]
 BY_NAME = {case.name: case for case in ALL_CASES}
 assert len(BY_NAME) == len(ALL_CASES), "two cases have one name"
 # The halves were drawn once: the second was looked at for its count alone.
@@ -69,6 +76,8 @@ THIRD = [case.name for case in THIRD_CASES]
 FOURTH = [case.name for case in FOURTH_CASES]
 FIFTH = [case.name for case in FIFTH_CASES]
 SIXTH = [case.name for case in SIXTH_CASES]
+SEVENTH = [case.name for case in SEVENTH_CASES]
+EIGHTH = [case.name for case in EIGHTH_CASES]
 
 
 class Verdict(NamedTuple):
@@ -136,6 +145,8 @@ def main() -> None:
         "fourth": FOURTH,
         "fifth": FIFTH,
         "sixth": SIXTH,
+        "seventh": SEVENTH,
+        "eighth": EIGHTH,
     }
     for words in [sys.argv[1:]] if sys.argv[1:] else [[half] for half in halves]:
         quiet = set(words) <= {"held_out"}
