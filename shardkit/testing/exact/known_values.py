@@ -274,11 +274,15 @@ class KnownValues:
 
         That other value must be nowhere in the program on the mesh: else the wrong one of its values is read, and the
         mistake is the equation's.
+
+        Worked example: the differences a - b and c - d of the reference, and a - d on the mesh, which has c too. It
+        should read c. That the reference has a - b, and nobody b, says nothing of d.
         """
         operands = event.operands
         if len(operands) < 2 or len(event.results) != 1:
             return None
         forms = [self._digest_forms(x, event.call.axes) for x in operands]
+        misread = None
         for other in self.reference.events:
             if other.call.name != event.call.name or len(other.operands) != len(operands):
                 continue
@@ -287,9 +291,15 @@ class KnownValues:
                 continue
             [number] = missing
             x = other.operands[number]
-            if is_number(x) and digest_value(self.field, x) not in self._digests_on_mesh:
-                return self.find_origin(operands[number], _SENT)
-        return None
+            if not is_number(x):
+                continue
+            if digest_value(self.field, x) in self._digests_on_mesh:
+                return None
+            if misread is None:
+                misread = number
+        if misread is None:
+            return None
+        return self.find_origin(operands[misread], _SENT)
 
     def _list_missing(self, wanted: Sequence[Operand], forms: Sequence[set[bytes]]) -> list[int]:
         """The numbers of the operands of an equation of the reference that an equation on the mesh does not have.

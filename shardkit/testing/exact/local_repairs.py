@@ -319,6 +319,8 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
     yield from _repair_division(bench)
     if name in _NOT_COMMUTATIVE:
         yield change_operands(Cost.OPERATOR, f"the operands of {name} exchanged", _reorder, bench, (1, 0))
+    if name == "dot_general":
+        yield from _repair_contraction(bench)
     if name in _BINARY:
         yield from _leave_out_operand(bench)
     if name in _UNARY:
@@ -332,6 +334,25 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
     if name == "integer_pow":
         for power in sorted({1, 2, 3} - {bench.call.equation.params["y"]}):
             yield change_operands(Cost.OPERATOR, f"the power {power}", _rerun_with, bench, "y", power)
+
+
+def _repair_contraction(bench: Bench) -> Iterator[Repair]:
+    """A product with a transposed operand: it sums over another dim of the same size.
+
+    Worked example: `m @ v` for `v @ m`, where m is [3, 3]. The product sums over dim 1 of m in place of dim 0.
+    """
+    contracted, batched = bench.call.equation.params["dimension_numbers"]
+    for number, name in enumerate(("first", "second")):
+        shape = bench.shape(bench.call.operands[number])
+        for position, dim in enumerate(contracted[number]):
+            for other, size in enumerate(shape):
+                is_free = other not in contracted[number] and other not in batched[number]
+                if is_free and size == shape[dim]:
+                    dims = replace_item(contracted[number], position, other)
+                    dimension_numbers = (replace_item(contracted, number, dims), batched)
+                    words = f"the {name} operand of dot_general transposed"
+                    change = (bench, "dimension_numbers", dimension_numbers)
+                    yield change_operands(Cost.OPERATOR, words, _rerun_with, *change)
 
 
 def _repair_division(bench: Bench) -> Iterator[Repair]:

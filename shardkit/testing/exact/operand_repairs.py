@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from shardkit._jax.jaxprs import kind_of
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.numbers.arithmetic import multiply
 from shardkit.testing.exact.numbers.values import Exact
@@ -23,6 +24,7 @@ from shardkit.testing.exact.repairs import (
     FunctionChange,
     Repair,
     Values,
+    is_mask,
     replace_item,
     trace_equation,
 )
@@ -53,6 +55,62 @@ def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> It
                 words = f"{equation.primitive.name} of {bench.call.name} and what nothing reads"
                 change = _combine_with(bench, equation, variable, added)
                 yield Repair(Cost.UNREAD_FACTOR, words, change, behind=True)
+
+
+def repair_unread_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+    """Before a collective a factor or a term of its operand that no equation of the kernel reads.
+
+    Worked example: `all_gather(h)` for `all_gather(reset * h)`. Behind the all_gather a device has all rows of h, and
+    of the reset its own alone.
+    """
+    if kind_of(bench.call.equation) is None:
+        return
+    for number, operand in enumerate(bench.call.equation.invars):
+        if not is_float(operand.aval):
+            continue
+        for variable in readable:
+            if variable not in unread or not _is_alike(variable.aval, operand.aval):
+                continue
+            for function in _TERMS:
+                equation = trace_equation(function, operand.aval, 2)
+                words = f"{bench.call.name} of {equation.primitive.name} of its operand and what nothing reads"
+                yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, equation, number, variable))
+
+
+def repair_joined_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
+    """A mask that is true only where another mask of the program is true too, or also where that one is.
+
+    Worked example: the pairs of one label, `labels[:, None] == labels[None]`, without each row itself.
+    """
+    if not is_mask(bench.result):
+        return
+    aval = bench.call.equation.outvars[0].aval
+    alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
+    for variable, function in itertools.product(_select(alike), (lax.bitwise_and, lax.bitwise_or)):
+        equation = trace_equation(function, aval, 2)
+        words = f"{equation.primitive.name} of {bench.call.name} and another mask"
+        yield Repair(Cost.OPERAND, words, _join_masks(bench, equation, variable), behind=True)
+
+
+def _join_masks(bench: Bench, equation: Any, variable: Any) -> EquationChange:
+    """The function of a mask and another one."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        return bench.interpreter.step(equation, [results[0], values[variable]])
+
+    return change
+
+
+def _combine_operand(bench: Bench, equation: Any, number: int, variable: Any) -> EquationChange:
+    """Reads the function of operand `number` and another variable in place of that operand."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        [combined] = bench.interpreter.step(equation, [operands[number], values[variable]])
+        return bench.rerun(replace_item(operands, number, combined))
+
+    return change
 
 
 def _list_added_dims(shape: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]]:

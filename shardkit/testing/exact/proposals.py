@@ -25,7 +25,14 @@ from shardkit.testing.exact.local_repairs import (
 )
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
-from shardkit.testing.exact.operand_repairs import repair_operand, repair_round, repair_term, repair_unread
+from shardkit.testing.exact.operand_repairs import (
+    repair_joined_mask,
+    repair_operand,
+    repair_round,
+    repair_term,
+    repair_unread,
+    repair_unread_operand,
+)
 from shardkit.testing.exact.order_repairs import repair_order, repair_parentheses
 from shardkit.testing.exact.repairs import Bench, Call, Repair, is_integer, is_mask
 from shardkit.testing.exact.rules.operands import Operand
@@ -70,9 +77,15 @@ def propose_repairs(
     yield from repair_operator(bench)
     yield from repair_parentheses(bench, definitions)
     yield from repair_operand(bench, readable, unread)
+    yield from repair_unread_operand(bench, readable, unread)
+    yield from repair_joined_mask(bench, readable)
     yield from repair_round(bench, readable, rounds)
-    if isinstance(bench.result, Exact) and is_float(call.equation.outvars[0].aval):
+    if not is_float(call.equation.outvars[0].aval):
+        return
+    if isinstance(bench.result, Exact):
         yield from repair_function(bench)
+    # In the first round of a loop a product may be a constant, to which a factor is missing as in all others.
+    if isinstance(bench.result, Exact) or call.operands:
         yield from repair_unread(bench, readable, unread)
         yield from repair_term(bench, readable)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardkit._jax import compat
 from shardkit._jax.jaxprs import source_line, walk
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.repairs import Call
@@ -104,21 +105,31 @@ class Record:
     def _note_variables(self, body: Any) -> None:
         """Notes which variables the equations of a kernel could read, and which variables none of them reads."""
         jaxprs = {}
+        calls = {}  # of a function that a kernel calls, the first call
         for site in walk(body):
-            jaxprs[id(site.jaxpr)] = site.jaxpr
+            jaxprs.setdefault(id(site.jaxpr), site.jaxpr)
+            if site.outer is not None and site.outer.name in compat.CALLS:
+                calls.setdefault(id(site.jaxpr), site.outer.equation)
             loop = _find_loop(site)
             if loop is not None:
                 self.loops[id(site.equation)] = source_line(loop.equation)
-        for jaxpr in jaxprs.values():
-            self._note_variables_of(jaxpr)
+        for number, jaxpr in jaxprs.items():
+            self._note_variables_of(jaxpr, calls.get(number))
 
-    def _note_variables_of(self, jaxpr: Any) -> None:
-        """Notes the variables of one jaxpr: those of a kernel, or of a loop or branch in it.
+    def _note_variables_of(self, jaxpr: Any, call: Any) -> None:
+        """Notes the variables of one jaxpr: those of a kernel, or of a function, loop or branch in it.
 
         Worked example: `a = shift(x)` on line 1, `b = x * 2` on line 2, `return b`. The mul could read x and a, and
         nothing reads a.
+
+        Args:
+            jaxpr: the jaxpr.
+            call: the equation that calls it as a function; None for a kernel, a loop or a branch. of `jnp.cumsum(x) + a`
+                without its `+ a` nothing reads `a`, and the cumsum stands in a function of its own.
         """
-        readable = list(jaxpr.invars)
+        around = self.readable.get(id(call), ())
+        readable = [variable for variable in around if variable in self.unread]
+        readable += jaxpr.invars
         read = set(filter(_is_variable, jaxpr.outvars))
         alike: dict[Any, list[Any]] = {}  # of each line the variables that it makes in the same way
         for equation in jaxpr.eqns:

@@ -70,6 +70,9 @@ class RemedyChoice:
         best = self.choose(remedies)
         line = best.call.line
         line_of_travel = self._find_line_of_travel(best)
+        if line_of_travel and self._sends_for_nothing(line_of_travel):
+            # What should be read travels already.
+            return _describe_mistake(best, [line, line_of_travel])
         if line_of_travel:
             return _describe_mistake(best, [line_of_travel, line])
         reader = self._find_better_reader(best)
@@ -152,6 +155,21 @@ class RemedyChoice:
             if kind_of(event.call.equation) == "ppermute":
                 return event.call.line
         return ""
+
+    def _sends_for_nothing(self, line: str) -> bool:
+        """Whether a line sends an array round a ring that no other line reads on its way.
+
+        Worked example: `keys, scales = ppermute((keys, scales))` in each round, of which `q @ keys.T * scale` reads the
+        keys, and the scale of this device in place of those that travel.
+        """
+        events = self.values.record.events
+        sends = [event for event in events if event.call.line == line and kind_of(event.call.equation) == "ppermute"]
+        for event in sends:
+            [result] = event.results
+            readers = [other for other in events[event.number + 1 :] if any(x is result for x in other.operands)]
+            if readers and all(reader.call.line == line for reader in readers):
+                return True
+        return False
 
     def _find_better_reader(self, remedy: Remedy) -> Remedy | None:
         """The remedy that reads a sum that the program has already, in place of one that computes it again.

@@ -40,7 +40,7 @@ from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_s
 
 # How many repaired runs are tried at most, and how many equations all of them may have together. The values of most
 # equations are recalled from the first run, so that this is a minute of the largest programs that are proved.
-MOST_RUNS, _MOST_EQUATIONS = 900, 225_000
+MOST_RUNS, _MOST_EQUATIONS = 2500, 600_000
 # Fewer runs of a compiled program: the compiler has rewritten the mistake, so that the repair of one equation seldom
 # repairs it.
 _MOST_OF_COMPILED = 24
