@@ -28,6 +28,7 @@ from faults import (
     graphs,
     layers,
     losses,
+    ninth,
     optimizers,
     physics,
     returns,
@@ -37,6 +38,7 @@ from faults import (
     seventh,
     sixth,
     statistics,
+    tenth,
     third,
     travel,
 )
@@ -61,9 +63,14 @@ SIXTH_CASES = sixth.CASES
 SEVENTH_CASES = seventh.CASES
 # Written by one who had not read the search; measured once: TODO figure.
 EIGHTH_CASES = eighth.CASES
+# Written by one who had not read the search; measured once: TODO figure.
+NINTH_CASES = ninth.CASES
+# Written by one who had not read the search; measured once: TODO figure.
+TENTH_CASES = tenth.CASES
 ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES]
 ALL_CASES += [*THIRD_CASES, *FOURTH_CASES, *FIFTH_CASES, *SIXTH_CASES]
 ALL_CASES += [*SEVENTH_CASES, *EIGHTH_CASES]
+ALL_CASES += [*NINTH_CASES, *TENTH_CASES]
 BY_NAME = {case.name: case for case in ALL_CASES}
 assert len(BY_NAME) == len(ALL_CASES), "two cases have one name"
 # The halves were drawn once: the second was looked at for its count alone.
@@ -78,6 +85,8 @@ FIFTH = [case.name for case in FIFTH_CASES]
 SIXTH = [case.name for case in SIXTH_CASES]
 SEVENTH = [case.name for case in SEVENTH_CASES]
 EIGHTH = [case.name for case in EIGHTH_CASES]
+NINTH = [case.name for case in NINTH_CASES]
+TENTH = [case.name for case in TENTH_CASES]
 
 
 class Verdict(NamedTuple):
@@ -147,6 +156,8 @@ def main() -> None:
         "sixth": SIXTH,
         "seventh": SEVENTH,
         "eighth": EIGHTH,
+        "ninth": NINTH,
+        "tenth": TENTH,
     }
     for words in [sys.argv[1:]] if sys.argv[1:] else [[half] for half in halves]:
         quiet = set(words) <= {"held_out"}
