@@ -58,6 +58,8 @@ class Decision:
         identified: whether this run, of two points, has told `decided`.
         difference: float64 [...], the real difference of the operands in the first draw that has one; None in an order.
         rounding: float64 [...], by how much it may be rounded.
+        excess: how many of the numbers that it compares with a constant were beyond it in all draws, as seen from zero,
+            less how many were on this side of it.
     """
 
     line: str
@@ -72,6 +74,7 @@ class Decision:
     identified: bool = False
     difference: np.ndarray | None = None
     rounding: np.ndarray | float = 0.0
+    excess: int = 0
 
     @property
     def open(self) -> bool:
@@ -119,6 +122,7 @@ class Decision:
         self.words = self.words | other.words
         self.ties = self.ties + other.ties
         self.tied = self.tied | other.tied
+        self.excess += other.excess
 
 
 @dataclass
@@ -164,6 +168,7 @@ class Coverage:
         if is_draw:
             decision.difference = np.broadcast_to(x.real[0] - y.real[0], asked.shape)
             decision.rounding = _ROUNDING * np.nan_to_num(np.abs(x.real[0]) + np.abs(y.real[0]))
+            decision.excess = _count_excess(x, y)
         # At two points a constant is the same number, and an unknown is not. An order is asked too: it reaches branches
         # that no draw did, where what was a constant may be an unknown.
         if field.settings.points > 1 and (self.identifies or not is_draw):
@@ -442,6 +447,18 @@ def _list_logs_of_constants(field: Field, x: Exact) -> set[float]:
 def _take_distinct_logarithms(values: np.ndarray) -> set[float]:
     distinct = np.unique(values)
     return set(np.log(distinct).tolist()) if len(distinct) <= _MOST_CONSTANTS else set()
+
+
+def _count_excess(x: Exact, y: Exact) -> int:
+    """How many unknown numbers are beyond the constants beside them, less how many are on this side of them.
+
+    Worked example: 3 is beyond 1, as seen from zero, and 0.5 and -3 are not.
+    """
+    if bool(x.degree.total) == bool(y.degree.total):
+        return 0
+    unknown, constant = (x.real[0], y.real[0]) if x.degree.total else (y.real[0], x.real[0])
+    excess = np.sign(unknown - constant) * np.sign(constant)
+    return int(np.nan_to_num(excess).sum())
 
 
 def _follows_roundings(field: Field, x: Exact, y: Exact) -> bool:

@@ -365,7 +365,7 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     if foreign:
         count = effort.foreign
     try:
-        for order in effort.orders:
+        for order in _sort_orders(effort.orders, waiting):
             # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
             still = coverage.open(ORDER) or coverage.open(EQUALITY)
             if pair.orders >= count and (not still or pair.orders >= _MOST_IN_VAIN):
@@ -381,6 +381,19 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     never = coverage.open(EQUALITY)
     if never:
         raise UndecidedError(_describe_undecided(pair.where, never[0], never, ()))
+
+
+def _sort_orders(orders: Sequence[int], waiting: Sequence[Decision]) -> list[int]:
+    """The orders, those first in which constants stand where comparisons that went one way wait for them.
+
+    Worked example: `max(count, 1)`, where the count was below 1 in all draws. Constants are below all unknown numbers
+    in order 0, and above them in order 1: order 0 is enough.
+    """
+    excess = sum(int(np.sign(decision.excess)) for decision in waiting)
+    first = 1 if excess > 0 else 0
+    if not excess or first not in orders:
+        return list(orders)
+    return [first, *(order for order in orders if order != first)]
 
 
 def _describe_undecided(

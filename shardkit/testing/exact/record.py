@@ -124,8 +124,8 @@ class Record:
 
         Args:
             jaxpr: the jaxpr.
-            call: the equation that calls it as a function; None for a kernel, a loop or a branch. of `jnp.cumsum(x) + a`
-                without its `+ a` nothing reads `a`, and the cumsum stands in a function of its own.
+            call: the equation that calls it as a function; None for a kernel, a loop or a branch. Of
+                `jnp.cumsum(x) + a` without its `+ a` nothing reads `a`, and the cumsum stands in a function of its own.
         """
         around = self.readable.get(id(call), ())
         readable = [variable for variable in around if variable in self.unread]
