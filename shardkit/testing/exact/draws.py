@@ -365,11 +365,14 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     if foreign:
         count = effort.foreign
     try:
-        for order in _sort_orders(effort.orders, waiting):
+        orders = list(effort.orders)
+        while orders:
             # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
             still = coverage.open(ORDER) or coverage.open(EQUALITY)
             if pair.orders >= count and (not still or pair.orders >= _MOST_IN_VAIN):
                 break
+            order = _choose_order(orders, coverage.open(ORDER))
+            orders.remove(order)
             pair.run(POINTS, order=order)
     except UnequalError as error:
         raise UndecidedError(_describe_undecided(pair.where, suspects[0], waiting, foreign)) from error
@@ -383,17 +386,19 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
         raise UndecidedError(_describe_undecided(pair.where, never[0], never, ()))
 
 
-def _sort_orders(orders: Sequence[int], waiting: Sequence[Decision]) -> list[int]:
-    """The orders, those first in which constants stand where comparisons that went one way wait for them.
+def _choose_order(orders: Sequence[int], waiting: Sequence[Decision]) -> int:
+    """The next order: the first one in which constants stand where comparisons that went one way wait for them.
 
     Worked example: `max(count, 1)`, where the count was below 1 in all draws. Constants are below all unknown numbers
-    in order 0, and above them in order 1: order 0 is enough.
+    in order 0, above them in order 1, and below them with the other signs in order 2. If the count is negative in order
+    0, it is above 1 in order 2.
     """
     excess = sum(int(np.sign(decision.excess)) for decision in waiting)
-    first = 1 if excess > 0 else 0
-    if not excess or first not in orders:
-        return list(orders)
-    return [first, *(order for order in orders if order != first)]
+    parity = 1 if excess > 0 else 0
+    for order in orders:
+        if excess and order % 2 == parity:
+            return order
+    return orders[0]
 
 
 def _describe_undecided(

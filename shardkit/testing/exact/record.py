@@ -104,8 +104,8 @@ class Record:
 
     def _note_variables(self, body: Any) -> None:
         """Notes which variables the equations of a kernel could read, and which variables none of them reads."""
-        jaxprs = {}
-        calls = {}  # of a function that a kernel calls, the first call
+        jaxprs: dict[int, Any] = {}
+        calls: dict[int, Any] = {}  # of a function that a kernel calls, the first call
         for site in walk(body):
             jaxprs.setdefault(id(site.jaxpr), site.jaxpr)
             if site.outer is not None and site.outer.name in compat.CALLS:

@@ -16,7 +16,11 @@ import numpy as np
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithms, power_table
 
-_MOST_PRODUCTS = 2**15  # products of 32 bits and 16, of which the sum fits a word
+_HALF = np.uint64(16)
+_LOW_BITS = np.uint64(2**16 - 1)
+_MOST_IN_SUM = 32  # products of 32 bits and 16, of which a float64 has the sum
+_MOST_OF_HALVES = 2**20  # products of 16 bits and 16, of which a float64 has the sum of two sums
+_MOST_IN_PIECES = 256  # terms that are added in pieces of so few
 
 
 class Residues:
@@ -132,20 +136,42 @@ class Residues:
     def matmul(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """[components, ..., m, k] @ [components, ..., k, n].
 
-        A product of two residues fills a word of 64 bits, so that two of them could not be added. The second operand
-        is therefore taken in halves of 16 bits, y = high * 2**16 + low.
+        In float64, which multiplies matrices much faster than integers, and has all integers up to 2**53. A product of
+        two residues has 64 bits, so y is taken in halves of 16 bits, y = high * 2**16 + low: 32 products of 32 bits
+        and 16 are below 2**53. Of more terms there are several sums, or x is taken in halves, too.
+        """
+        terms = x.shape[-1]
+        if terms > _MOST_IN_PIECES:
+            return self._multiply_halves(x, y)
+        p = self.primes_of(x)
+        total: Any = np.uint64(0)
+        for start in range(0, max(terms, 1), _MOST_IN_SUM):
+            left = x[..., start : start + _MOST_IN_SUM].astype(np.float64)
+            right = y[..., start : start + _MOST_IN_SUM, :]
+            high = np.matmul(left, (right >> _HALF).astype(np.float64)).astype(np.uint64) % p
+            low = np.matmul(left, (right & _LOW_BITS).astype(np.float64)).astype(np.uint64)
+            total = (total + (high << _HALF) + low) % p
+        return total
+
+    def _multiply_halves(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The product of matrices with many terms, by the halves of both: 2**20 products of 16 bits and 16 are exact.
+
+        (a * 2**16 + b) (c * 2**16 + d) is a c * 2**32 + (a d + b c) * 2**16 + b d.
         """
         p = self.primes_of(x)
-        half = np.uint64(16)
-        low_bits = np.uint64(0xFFFF)
         total: Any = np.uint64(0)
-        for start in range(0, max(x.shape[-1], 1), _MOST_PRODUCTS):
-            left = x[..., start : start + _MOST_PRODUCTS]
-            # At most 2**15 products of 32 bits and 16: their sum is below 2**63.
-            right = y[..., start : start + _MOST_PRODUCTS, :]
-            high = np.matmul(left, right >> half) % p
-            low = np.matmul(left, right & low_bits)
-            total = (total + (high << half) + low) % p
+        for start in range(0, x.shape[-1], _MOST_OF_HALVES):
+            left = x[..., start : start + _MOST_OF_HALVES]
+            right = y[..., start : start + _MOST_OF_HALVES, :]
+            a = (left >> _HALF).astype(np.float64)
+            b = (left & _LOW_BITS).astype(np.float64)
+            c = (right >> _HALF).astype(np.float64)
+            d = (right & _LOW_BITS).astype(np.float64)
+            high = np.matmul(a, c).astype(np.uint64) % p
+            middle = (np.matmul(a, d) + np.matmul(b, c)).astype(np.uint64)
+            low = np.matmul(b, d).astype(np.uint64)
+            high = ((high << _HALF) + middle) % p
+            total = (total + (high << _HALF) + low) % p
         return total
 
     # Exps and logarithms
