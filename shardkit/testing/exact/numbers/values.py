@@ -46,9 +46,13 @@ class Degree(NamedTuple):
         """The degree of a sum, or of an array with elements of all operands: the largest of their degrees."""
         # For each division, the highest power of its inverse that a term may have.
         total = self.total
-        inverses = dict(self.inverses)
+        inverses = self.inverses
         for other in others:
             total = max(total, other.total)
+            # Mostly both operands have the same divisions, or one has none.
+            if other.inverses is inverses or not other.inverses:
+                continue
+            inverses = dict(inverses)
             for division, (power, weight) in other.inverses.items():
                 before, _ = inverses.get(division, (0, 0))
                 inverses[division] = max(power, before), weight
@@ -56,6 +60,8 @@ class Degree(NamedTuple):
 
     def times(self, other: Degree) -> Degree:
         """The degree of a product: degrees add up."""
+        if not other.inverses:
+            return Degree(self.total + other.total, self.inverses)
         inverses = dict(self.inverses)
         for division, (power, weight) in other.inverses.items():
             before, _ = inverses.get(division, (0, 0))
