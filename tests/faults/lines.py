@@ -59,13 +59,13 @@ FOURTH_CASES = fourth.CASES
 FIFTH_CASES = fifth.CASES
 # Written with the fifth, and measured once, when the search was as it is: 12 of 14, as by the search before.
 SIXTH_CASES = sixth.CASES
-# Written by one who had not read the search; measured once: TODO figure.
+# Written by one who had not read the search, and measured once: 19 of 30. Then it was worked with, to 26.
 SEVENTH_CASES = seventh.CASES
-# Written by one who had not read the search; measured once: TODO figure.
+# Written by one who had not read the search, and measured once: 21 of 30. Then it was worked with, to 23.
 EIGHTH_CASES = eighth.CASES
-# Written by one who had not read the search; measured once: TODO figure.
+# Written by one who had not read the search, and measured once: 27 of 30.
 NINTH_CASES = ninth.CASES
-# Written by one who had not read the search; measured once: TODO figure.
+# Written by one who had not read the search, and measured once: 21 of 30.
 TENTH_CASES = tenth.CASES
 ALL_CASES = [*CASES, *LATER_CASES, *FRESH_CASES, *UNSEEN_CASES]
 ALL_CASES += [*THIRD_CASES, *FOURTH_CASES, *FIFTH_CASES, *SIXTH_CASES]
