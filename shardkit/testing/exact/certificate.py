@@ -129,7 +129,7 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
     """Which comparisons went both ways, and which did not, as sentences."""
     sentences = []
     if evidence.decisions:
-        lines = {decision.line for decision in evidence.decisions if not decision.open}
+        lines = {decision.line for decision in evidence.decisions if not decision.is_open}
         noun = "line" if len(lines) == 1 else "lines"
         runs = f"{evidence.draws} draws of real inputs"
         if evidence.orders:
@@ -143,7 +143,7 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
     # Both sides may run a line, or a loop may in each round: a sentence is told once, with the number of comparisons.
     never: Counter[str] = Counter()
     for decision in evidence.decisions:
-        if decision.open:
+        if decision.is_open:
             never[f"never else than {decision.outcome}: {decision.what} at {decision.line}"] += 1
     for sentence, count in never.items():
         if count > 1:

@@ -27,7 +27,7 @@ from shardkit.testing._compare import UnequalError, describe_shapes
 from shardkit.testing.exact.arguments import check_floats, check_values, describe_array, make_input
 from shardkit.testing.exact.certificate import ASSUMED, Equality, certify
 from shardkit.testing.exact.compiled_pair import CompiledPair
-from shardkit.testing.exact.draws import of_kernels
+from shardkit.testing.exact.draws import choose_effort
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.size import check_size
@@ -125,7 +125,7 @@ def assert_compiled_equal(
     else:
         pair = CompiledPair.of_absent(where, aot.build(traced, passed, topology=topology), topology, side)
     seconds = check_size(where, pair.programs, points, _DRAWS)
-    evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, of_kernels(seconds))
+    evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, choose_effort(seconds))
     name = getattr(function, "__name__", type(function).__name__)
     what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
     assumed = [*ASSUMED_AS_COMPILED, *describe_rounding(*pair.programs), *describe_memory(pair.on_devices)]

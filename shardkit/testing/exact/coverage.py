@@ -77,7 +77,7 @@ class Decision:
     excess: int = 0
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether it could go both ways, and did not for any element."""
         free = ~self.decided
         if not free.any():
@@ -288,19 +288,19 @@ class Coverage:
         self.constants |= other.constants
         self.coincidences |= other.coincidences
 
-    def free(self) -> list[Decision]:
+    def list_free(self) -> list[Decision]:
         """Those that could go both ways."""
         return [decision for decision in self.decisions.values() if not decision.decided.all()]
 
-    def sorted_lines(self) -> list[str]:
+    def list_sorted_lines(self) -> list[str]:
         """The lines at which the place of a number among others is a result: of the largest, or in their order."""
         return sorted({choice.line for choice in self.choices.values() if choice.what.startswith(_PLACES)})
 
     def depends_on_inputs(self) -> bool:
         """Whether anything was compared, chosen or rounded that may be otherwise for other inputs."""
-        return bool(self.free() or self.choices or self.roundings)
+        return bool(self.list_free() or self.choices or self.roundings)
 
-    def partial(self) -> list[Decision]:
+    def list_partial(self) -> list[Decision]:
         """Those that went one way only for some elements."""
         decisions = []
         for decision in (*self.decisions.values(), *self.choices.values(), *self.roundings.values()):
@@ -309,20 +309,20 @@ class Coverage:
                 decisions.append(decision)
         return decisions
 
-    def foreign(self) -> list[Decision]:
+    def list_foreign(self) -> list[Decision]:
         """Comparisons that only one side makes, and numbers that only one side rounds."""
-        decisions = [self.decisions[key] for key in self.foreign_keys()]
-        return [*decisions, *self.foreign_roundings()]
+        decisions = [self.decisions[key] for key in self.list_foreign_keys()]
+        return [*decisions, *self.list_foreign_roundings()]
 
-    def foreign_roundings(self) -> list[Decision]:
+    def list_foreign_roundings(self) -> list[Decision]:
         """Numbers that only one side rounds."""
         return [self.roundings[key] for key in _list_foreign(self.roundings)]
 
-    def one_sided_roundings(self) -> list[Decision]:
+    def list_one_sided_roundings(self) -> list[Decision]:
         """Numbers that are rounded to the same integers in all draws."""
-        return [rounding for rounding in self.roundings.values() if rounding.open]
+        return [rounding for rounding in self.roundings.values() if rounding.is_open]
 
-    def foreign_keys(self) -> list[tuple[Any, ...]]:
+    def list_foreign_keys(self) -> list[tuple[Any, ...]]:
         """Those of such comparisons among all decisions."""
         return _list_foreign(self.decisions)
 
@@ -331,7 +331,7 @@ class Coverage:
         for decision in self.decisions.values():
             decision.tied = False
 
-    def untied(self) -> list[Decision]:
+    def list_untied(self) -> list[Decision]:
         """Comparisons that both sides make, that differ for equal numbers, and that no draw made of equal numbers.
 
         Worked example: one side asks `x / y > 1`, the other `x / y >= 1`. Both compare the same difference. Where it is
@@ -374,19 +374,19 @@ class Coverage:
         both_sides = np.intersect1d(np.union1d(positive, negative), np.union1d(other_positive, other_negative))
         one_sided = np.union1d(np.setxor1d(positive, other_positive), np.setxor1d(negative, other_negative))
         differing = np.intersect1d(both_sides, one_sided)
-        found: dict[tuple[Any, ...], np.ndarray] = {}
+        places_by_key: dict[tuple[Any, ...], np.ndarray] = {}
         if not differing.size:
-            return found
+            return places_by_key
         for key, decision in self.decisions.items():
             places = np.zeros(decision.held.shape, bool)
             for words, signs in decision.ties:
                 places = places | ((signs != 0) & np.isin(words, differing))
             places = places & ~decision.decided
             if places.any():
-                found[key] = places
-        return found
+                places_by_key[key] = places
+        return places_by_key
 
-    def open(self, kind: str) -> list[Decision]:
+    def list_open(self, kind: str) -> list[Decision]:
         """Comparisons of a kind that could have gone both ways and have not.
 
         One for equality is none of them where the same numbers are put in order, as where the derivative of a maximum
@@ -397,7 +397,7 @@ class Coverage:
             for decision in self.decisions.values():
                 if decision.kind == ORDER:
                     ordered |= decision.words
-        decisions = [decision for decision in self.decisions.values() if decision.kind == kind and decision.open]
+        decisions = [decision for decision in self.decisions.values() if decision.kind == kind and decision.is_open]
         return [decision for decision in decisions if not decision.words or decision.words - ordered]
 
 

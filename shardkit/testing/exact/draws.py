@@ -62,7 +62,7 @@ class Effort(NamedTuple):
         floats: of how many inputs floats choose those of further draws, if results depend on comparisons.
         zeros: the number of draws of programs without comparisons in which elements are put where a divisor is zero.
         orders: the numbers of the random orders, in turn, until all comparisons have gone both ways.
-        foreign: the least number of orders where only one side makes a comparison.
+        foreign_orders: the least number of orders where only one side makes a comparison.
     """
 
     draws: int
@@ -75,10 +75,10 @@ class Effort(NamedTuple):
     floats: int
     zeros: int
     orders: Sequence[int]
-    foreign: int
+    foreign_orders: int
 
 
-def of_kernels(seconds: float) -> Effort:
+def choose_effort(seconds: float) -> Effort:
     """The effort for a kernel of which one run takes so many seconds: more runs for a quick one.
 
     A difference that depends on several comparisons of few elements shows in few of the draws.
@@ -97,7 +97,7 @@ def of_kernels(seconds: float) -> Effort:
         floats=int(min(16384, max(_FEWEST_FLOATS, 16 / max(seconds, 1e-3)))),
         zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
         orders=range(64),
-        foreign=runs,
+        foreign_orders=runs,
     )
 
 
@@ -114,7 +114,7 @@ STEP = Effort(
     floats=0,
     zeros=0,
     orders=(1, 0, 7, 2, 4),
-    foreign=1,
+    foreign_orders=1,
 )
 
 
@@ -239,7 +239,7 @@ def _check_numbers(pair: ProgramPair) -> None:
     the sides may differ at an input that makes the element a number, and that no run has reached: as `x / y` and
     `y / x` of rows that are zero unless x is between two close thresholds.
     """
-    decisions = pair.coverage.free()
+    decisions = pair.coverage.list_free()
     if not decisions:
         return
     decision = decisions[0]
@@ -255,7 +255,7 @@ def _check_numbers(pair: ProgramPair) -> None:
 
 def _check_ties(pair: ProgramPair) -> None:
     """Refuses `>` on one side and `>=` on the other, if no draw made the compared numbers equal."""
-    for decision in pair.coverage.untied():
+    for decision in pair.coverage.list_untied():
         raise UndecidedError(
             f"{pair.where}: not decided at {decision.line} ({decision.what}): one side takes equal numbers for the "
             "larger, the other for the smaller, and in no draw they were equal. Compare alike on both sides, or "
@@ -292,24 +292,18 @@ def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
 def _draw(pair: ProgramPair, effort: Effort) -> None:
     """More draws of real inputs, until all comparisons have gone both ways."""
     coverage = pair.coverage
-    elements = pair.elements
     any_kind = [""] * effort.most
     for kind in [*effort.kinds, *any_kind]:
-        waiting = coverage.open(ORDER) or coverage.open(INTEGERS)
-        wanted = effort.most if waiting else effort.draws
-        joins = any(decision.joined for decision in waiting)
-        is_incomplete = elements.find_excluded() or not elements.are_defined or joins
-        has_enough = pair.draws >= wanted and not is_incomplete
-        if has_enough or pair.draws >= effort.most + len(effort.kinds):
+        if _has_enough_draws(pair, effort):
             break
         coverage.identifies = pair.draws < effort.identified
         pair.draw(kind)
     for kind in effort.scaled:
-        if coverage.open(ORDER):
+        if coverage.list_open(ORDER):
             pair.draw(kind)
     coverage.identifies = False
     # Integers that follow from floats, as the number of an expert's tokens, are extreme where all rows are alike.
-    if effort.ties and coverage.open(INTEGERS):
+    if effort.ties and coverage.list_open(INTEGERS):
         pair.draw("alike")
     kinds = ["repeated", ROWS, ROWS]
     # The roots of 2, 3 and 6 have laws that those of unknown numbers do not have.
@@ -318,11 +312,24 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
     for kind in kinds:
         for _ in range(effort.ties):
             pair.draw(kind)
-    if coverage.open(EQUALITY):
+    if coverage.list_open(EQUALITY):
         pair.draw("zero")
     # At zeros the compared numbers may be NaN, which are equal to nothing: one more draw without zeros.
-    if coverage.open(EQUALITY):
+    if coverage.list_open(EQUALITY):
         pair.draw("")
+
+
+def _has_enough_draws(pair: ProgramPair, effort: Effort) -> bool:
+    """Whether there are so many draws as a program needs of which comparisons have gone one way, or both."""
+    if pair.draws >= effort.most + len(effort.kinds):
+        return True
+    waiting = pair.coverage.list_open(ORDER) or pair.coverage.list_open(INTEGERS)
+    wanted = effort.most if waiting else effort.draws
+    if pair.draws < wanted:
+        return False
+    # What joins comparisons may be true for few inputs. And each element of a result must be a number in some draw.
+    joins = any(decision.joined for decision in waiting)
+    return not (joins or pair.elements.find_excluded()) and pair.elements.are_defined
 
 
 def _cross(pair: ProgramPair, effort: Effort) -> None:
@@ -341,7 +348,7 @@ def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
     if pair.coverage.decisions or pair.field.notes.rounds:
         # `x > 0.5` on one side and `x > 0.6` on the other differ only for an x between both. Such a draw is likely
         # where x is put next to one of them.
-        foreign = min(len(pair.coverage.foreign()), _MOST_FOREIGN)
+        foreign = min(len(pair.coverage.list_foreign()), _MOST_FOREIGN)
         return effort.crossed + _CROSSED_OF_FOREIGN * foreign if effort.crossed else 0
     if pair.field.notes.divides:
         return effort.zeros
@@ -351,27 +358,27 @@ def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
 def _order(pair: ProgramPair, effort: Effort) -> None:
     """Random orders, where a comparison went one way or only one side makes it."""
     coverage = pair.coverage
-    foreign = coverage.foreign()
-    waiting = coverage.open(ORDER)
-    partial = coverage.partial() if effort.crossed else []
-    rounded = [*coverage.foreign_roundings(), *coverage.one_sided_roundings()]
+    foreign = coverage.list_foreign()
+    waiting = coverage.list_open(ORDER)
+    partial = coverage.list_partial() if effort.crossed else []
+    rounded = [*coverage.list_foreign_roundings(), *coverage.list_one_sided_roundings()]
     # `where(x > 0, sqrt(-x), x)` is a number only where the root does not matter. An order has no domains: there
     # sqrt(-x) is another number than sqrt(x), and log(x * y) is log(x) + log(y).
-    masked = coverage.free() if effort.crossed and pair.elements.alone else []
-    suspects = [*waiting, *foreign, *coverage.open(EQUALITY), *partial, *masked]
+    masked = coverage.list_free() if effort.crossed and pair.elements.alone else []
+    suspects = [*waiting, *foreign, *coverage.list_open(EQUALITY), *partial, *masked]
     if not suspects:
         return
     count = _BOTH_WAYS if partial or masked else 0
     if foreign:
-        count = effort.foreign
+        count = effort.foreign_orders
     try:
         orders = list(effort.orders)
         while orders:
             # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
-            still = coverage.open(ORDER) or coverage.open(EQUALITY)
+            still = coverage.list_open(ORDER) or coverage.list_open(EQUALITY)
             if pair.orders >= count and (not still or pair.orders >= _MOST_IN_VAIN):
                 break
-            order = _choose_order(orders, coverage.open(ORDER))
+            order = _choose_order(orders, coverage.list_open(ORDER))
             orders.remove(order)
             pair.run(POINTS, order=order)
     except UnequalError as error:
@@ -381,7 +388,7 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
         unknown = [*waiting, *rounded, *foreign]
         if unknown:
             raise UndecidedError(_describe_undecided(pair.where, unknown[0], waiting, foreign)) from error
-    never = coverage.open(EQUALITY)
+    never = coverage.list_open(EQUALITY)
     if never:
         raise UndecidedError(_describe_undecided(pair.where, never[0], never, ()))
 

@@ -43,7 +43,7 @@ from shardkit.testing.exact.derivatives import (
     name_result,
     trace_with_derivatives,
 )
-from shardkit.testing.exact.draws import equal, of_kernels
+from shardkit.testing.exact.draws import choose_effort, equal
 from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.float_inputs import propose_inputs
 from shardkit.testing.exact.interpreter import Interpreter, Seen
@@ -158,7 +158,7 @@ def assert_equal_for_all_inputs(
         [*value_names, *derived.names],
         (partial(_run, kernel_program, inputs), partial(_run, reference_program, inputs)),
         points,
-        of_kernels(seconds),
+        choose_effort(seconds),
         len(value_names),
         with_unused=partial(_run, kernel_with_unused, inputs),
         propose=partial(propose_inputs, *_interpret_on_one_device(mesh, kernel_program, reference_program), inputs),

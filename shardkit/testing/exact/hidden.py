@@ -54,7 +54,7 @@ def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
     Cost: a run of a side for each draw, and one for each such comparison and draw until a result shows it: mostly the
     first draw does. Where none does, two more for each choice that may hide it.
     """
-    keys = pair.coverage.foreign_keys()
+    keys = pair.coverage.list_foreign_keys()
     draws: dict[int, list[_Draw]] = {}
     for side in {key[0] for key in keys}:
         draws[side] = [_Draw(pair, side, pair.make_field(seed, kind)) for seed, kind in enumerate(kinds)]

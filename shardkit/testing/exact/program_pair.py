@@ -119,15 +119,15 @@ class ProgramPair:
             degree=self.degree,
             draws=self.draws,
             orders=self.orders,
-            decisions=self.coverage.free(),
-            foreign=self.coverage.foreign(),
+            decisions=self.coverage.list_free(),
+            foreign=self.coverage.list_foreign(),
             outside=self.elements.outside,
             no_number=self.elements.no_number,
             alone=self.elements.alone,
             alone_at_zeros=self.elements.alone_at_zeros,
             folded=self.folded,
             lacks_floats=self.lacks_floats,
-            sorted_lines=self.coverage.sorted_lines(),
+            sorted_lines=self.coverage.list_sorted_lines(),
         )
 
     # Runs
@@ -208,14 +208,14 @@ class ProgramPair:
             count: how many elements are put so, one after the other.
         """
         kind = crossings.kind()
-        elements: list[Element] = []
+        placed: list[Element] = []
         seed = self.seed
         self.seed += 1
         levels = self.levels
         try:
             for number in range(count + 1):
                 before = Differences()
-                field = self._make_field(_FEWEST, seed, kind=kind, elements=elements)
+                field = self._make_field(_FEWEST, seed, kind=kind, elements=placed)
                 self.coverage.differences = before
                 self._compare_all(field)
                 # The first of these runs has no element put anywhere yet: it shows which differences are compared, for
@@ -225,10 +225,10 @@ class ProgramPair:
                     self.levels = levels  # the elements have a residue for each prime of these draws
                     crossings.note_end(self.coverage.tried)
                 if number < count:
-                    element = self._find_crossing(field, crossings, elements, before)
+                    element = self._find_crossing(field, crossings, placed, before)
                     if element is None:
                         return
-                    elements.append(element)
+                    placed.append(element)
         except NO_VALUE:
             return
         # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
@@ -253,7 +253,7 @@ class ProgramPair:
             field.coverage.side = side
             run(field, None)
         # The comparisons that are most likely to tell both sides apart, by their keys without the number of dims.
-        preferred = {key[:3] for key in (*self.coverage.foreign_keys(), *self.coverage.find_untied())}
+        preferred = {key[:3] for key in (*self.coverage.list_foreign_keys(), *self.coverage.find_untied())}
         return crossings.solve(field, moved, before, after, preferred)
 
     def _make_field(

@@ -17,7 +17,7 @@ from shardkit.analysis.hlo.protobuf import write_field
 from shardkit.testing.exact import assert_compiled_equal
 from shardkit.testing.exact.compiled import _make_inputs
 from shardkit.testing.exact.compiled_pair import CompiledPair
-from shardkit.testing.exact.draws import of_kernels
+from shardkit.testing.exact.draws import choose_effort
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.inputs import draw_input
@@ -50,7 +50,7 @@ def prove(built, topology, traced=None):
     """Proves a recorded module, equal to its trace or to another program of the same arguments."""
     pair = CompiledPair.of_absent("test", built, topology, traced or built.traced.jaxpr)
     _, args = small.layers()
-    pair.prove("test", "", "result", partial(_make_inputs, jax.tree.leaves(args)), 3, of_kernels(0.1))
+    pair.prove("test", "", "result", partial(_make_inputs, jax.tree.leaves(args)), 3, choose_effort(0.1))
     return pair
 
 

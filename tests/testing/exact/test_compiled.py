@@ -20,7 +20,7 @@ from shardkit.testing.exact import assert_compiled_equal, imported
 from shardkit.testing.exact.certificate import describe_folded_constants
 from shardkit.testing.exact.compiled import _make_inputs
 from shardkit.testing.exact.compiled_pair import CompiledPair, ReplicationError
-from shardkit.testing.exact.draws import of_kernels
+from shardkit.testing.exact.draws import choose_effort
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.numbers.folded import explain_constants, explain_inverses
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
@@ -379,7 +379,7 @@ def prove_as_compiled(function, reference):
     """Proves one traced function equal to another, as if the first one were a compiled program."""
     x, y = draw(3), draw(3)
     pair = CompiledPair(None, jax.make_jaxpr(function)(x, y), jax.make_jaxpr(reference)(x, y), IDENTITY, ("",))
-    return pair.prove("test", "", "result", partial(_make_inputs, [x, y]), 3, of_kernels(0.1))
+    return pair.prove("test", "", "result", partial(_make_inputs, [x, y]), 3, choose_effort(0.1))
 
 
 IDENTITY = jax.make_jaxpr(lambda x: [x])(np.zeros(3, "f"))

@@ -330,7 +330,7 @@ def test_what_a_float_was_rounded_to_may_be_another_integer():
     program = jax.make_jaxpr(lambda x: jnp.where(jnp.floor(x) == 7, 0.0, x))(0.5)
     Interpreter(field).run(program, [draw_input(field, "x", ())])
     [decision] = field.coverage.decisions.values()
-    assert decision.kind == EQUALITY and decision.open and not decision.decided.any()
+    assert decision.kind == EQUALITY and decision.is_open and not decision.decided.any()
 
 
 def test_a_certificate_says_what_was_seen_of_comparisons():
