@@ -120,7 +120,8 @@ class Evaluation:
         if name in ("mul", "div"):
             lost = lost | (finite & (result == 0) & (xs[0] != 0) & (xs[1] != 0))
         elif name == "exp":
-            lost = lost | (finite & (result == 0))
+            # exp(1e-20) is 1, so that the logarithm of its logarithm would be infinite.
+            lost = lost | (finite & (result == 0)) | (finite & (result == 1) & (xs[0] != 0))
         self.doubt(lost)
 
     def _near(self, x: np.ndarray, y: np.ndarray) -> None:

@@ -25,14 +25,18 @@ from support.pairs.shrinking import shrunk
 from support.pairs.truth import KINDS
 from support.pairs.verdicts import OUTCOMES, Pair, Verdict, cause_of_alarm, drawn, judged
 
-# Where a divisor is zero, or a number outside of a function's domain for some inputs, a certificate says nothing, and
-# says that it does not: those are no false proofs. Every certificate has the first sentence, so this kind is excused
-# always, and `TOLD` counts how many say more; the second one stands only where a run has seen it.
+# Where a divisor is zero, or a number is outside of a function's domain for some inputs, a certificate says nothing,
+# and says that it does not: those are no false proofs. The sentence that says most is the first one.
 EXCUSES = {
-    "nan at ties": "or inputs for which a divisor or the argument of a logarithm is zero",
-    "domain": "NaN on one side alone there: up to ",
+    "nan at ties": (
+        "NaN on one side alone where a divisor is zero",
+        "or inputs for which a divisor or the argument of a logarithm is zero",
+    ),
+    "domain": (
+        "NaN on one side alone there: up to ",
+        "not compared where a number is outside of a function's domain",
+    ),
 }
-TOLD = "NaN on one side alone where a divisor is zero"
 _CLEARED = 1000  # jax keeps what it traced: after so many pairs it forgets
 
 
@@ -46,7 +50,7 @@ class Tally:
         false: the wrong pairs that were proved, with the kind of their difference.
         broken: right pairs that numpy says differ: faults of the generator.
         alarms: of right pairs that were refuted, the causes with the first seeds.
-        told: of the pairs that are NaN at ties and were proved, how many certificates say so.
+        excuses: of wrong pairs whose certificate says where it says nothing, the kind and the sentence.
         refusals: of pairs that were refused or crashed, the causes with the first seeds.
         seconds: CPU time to draw, to evaluate and to prove.
     """
@@ -55,7 +59,7 @@ class Tally:
     mistakes: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     false: list[tuple[str, Pair]] = dataclasses.field(default_factory=list)
     broken: list[Pair] = dataclasses.field(default_factory=list)
-    told: int = 0
+    excuses: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     alarms: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     refusals: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     seconds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -84,10 +88,12 @@ class Tally:
             self.broken.append(pair)
         elif kind is not None:
             self.mistakes[pair.mistake, verdict.outcome] += 1
-            self.told += kind == "nan at ties" and TOLD in verdict.message
-            is_excused = kind in EXCUSES and EXCUSES[kind] in verdict.message
-            if verdict.outcome == "proved" and not is_excused:
-                self.false.append((kind, pair))
+            if verdict.outcome == "proved":
+                sentences = [sentence for sentence in EXCUSES.get(kind, ()) if sentence in verdict.message]
+                if sentences:
+                    self.excuses[kind, sentences[0]] += 1
+                else:
+                    self.false.append((kind, pair))
         if verdict.outcome in ("refused", "crashed"):
             self.refusals.setdefault(f"{verdict.outcome}: {verdict.cause}", []).append(pair.seed)
 
@@ -101,8 +107,8 @@ class Tally:
             for cause, seeds in sorted(causes.items(), key=lambda each: -len(each[1])):
                 lines.append(f"{title}: {len(seeds):5} {cause}; seeds {', '.join(map(str, seeds[:3]))}")
         times = ", ".join(f"{name} {1e3 * seconds / total:.1f}" for name, seconds in self.seconds.items())
-        silent = self.counts["wrong: nan at ties", "proved"] - self.told
-        lines.append(f"NaN at ties, and proved: {self.told} by certificates that say so, {silent} by others")
+        for (kind, sentence), count in sorted(self.excuses.items()):
+            lines.append(f"{kind}, and proved: {count} by certificates that say: {sentence}")
         lines.append(f"{total} pairs; CPU ms a pair: {times}")
         lines.append(f"false proofs: {len(self.false)}; right pairs that are none: {len(self.broken)}")
         return "\n".join(lines)
