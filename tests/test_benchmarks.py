@@ -112,6 +112,16 @@ def test_experts_smoke(capsys):
 
 
 @pytest.mark.deep
+def test_covering_rows_smoke(tmp_path):
+    """A row is timed in each of two checkouts, both of which are this one."""
+    file = tmp_path / "rows.jsonl"
+    printed = smoke("covering_rows", "--smoke", "--against", ROOT, "--json", file).splitlines()
+    record = json.loads(file.read_text())
+    assert record["here"]["passed"] and record["against"]["passed"]
+    assert printed[-3].startswith("| 4 |") and printed[-1].startswith("here / against: ")
+
+
+@pytest.mark.deep
 def test_manual_smoke(tmp_path, capsys):
     """Explicit fsdp inside an automatic model sends less than plain jit, and several steps in one call are the same."""
     records = recorded(tmp_path, "manual")
