@@ -319,7 +319,15 @@ def is_recomputed(equation: Any) -> bool:
 
 def in_scope(equation: Any, name: str) -> bool:
     """Whether an equation was traced under `jax.named_scope(name)`, or follows from one that was."""
-    return any(scope.name == name for scope in equation.source_info.name_stack.stack)
+    return name in scopes(equation)
+
+
+def scopes(equation: Any) -> frozenset[str]:
+    """The names under which an equation was traced: of `jax.named_scope`, and of transformations it went through.
+
+    The names begin anew in an inner program, such as the body of a scan.
+    """
+    return frozenset(entry.name for entry in equation.source_info.name_stack.stack)
 
 
 def innermost_scope(equation: Any) -> str:

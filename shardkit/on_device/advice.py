@@ -92,7 +92,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         self.quotients: dict[str, Axes] = {}
         self.alike: list[Remark] = []
         self._sizes: dict[str, int] = {}  # of the mesh axes with several devices
-        self._of_plan = False  # whether a plan traced the function whose program is read
+        self._of_plan = False  # whether a plan traced the equation that is read, or one around it
 
     def constant(self, x: Any) -> _Fact:
         return _Fact()
@@ -107,7 +107,13 @@ class _StepReader(JaxprInterpreter[_Fact]):
     def step(self, equation: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         if compat.in_scope(equation, MEAN):
             self._check_mean(equation, *operands)
-        return super().step(equation, operands)
+        # The names of scopes begin anew in an inner program, as that of a compressed gather, which has a derivative of
+        # its own.
+        outer = self._of_plan
+        self._of_plan = outer or compat.in_scope(equation, PLAN)
+        results = super().step(equation, operands)
+        self._of_plan = outer
+        return results
 
     def shard_map(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         mesh = equation.params["mesh"].shape
@@ -116,19 +122,6 @@ class _StepReader(JaxprInterpreter[_Fact]):
         # Outside of shard_map an array is global, and the same to all devices.
         return [_ARGUMENT] * len(equation.outvars)
 
-    def call(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
-        # The names of scopes begin anew in the program of a function, as in a compressed gather, which has a
-        # derivative of its own.
-        outer = self._of_plan
-        self._of_plan = self._is_of_plan(equation)
-        results = super().call(equation, body, operands)
-        self._of_plan = outer
-        return results
-
-    def _is_of_plan(self, equation: Any) -> bool:
-        """Whether a plan traced an equation, or the function that it is in."""
-        return self._of_plan or compat.in_scope(equation, PLAN)
-
     def scan(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         consts, _, _ = scan_operands(equation, operands)
         return self._run_inner(equation, operands, shared=consts)
@@ -136,7 +129,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
     def equation(self, equation: Any, operands: list[_Fact]) -> Sequence[_Fact]:
         if compat.inner_programs(equation):
             return self._run_inner(equation, operands, shared=[])
-        fact = _combine(equation, operands, self._is_of_plan(equation))
+        fact = _combine(equation, operands, self._of_plan)
         if kind_of(equation) is not None:
             fact = self._send(equation, operands, fact)
         else:
@@ -148,7 +141,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
 
         A turn may be an example that divides by a sum of its own, as a mean over its tokens: that is no mistake.
         """
-        fact = _combine(equation, operands, self._is_of_plan(equation))
+        fact = _combine(equation, operands, self._of_plan)
         for program in compat.inner_programs(equation):
             jaxpr = getattr(program, "jaxpr", program)
             carried = [_varying_too(fact, variable) for variable in jaxpr.invars[len(shared) :]]
@@ -168,7 +161,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         if kind == "ppermute":
             return fact
         # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
-        reduced = fact.reduced if self._is_of_plan(equation) else fact.reduced | axes
+        reduced = fact.reduced if self._of_plan else fact.reduced | axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:

@@ -82,6 +82,7 @@ class Context(NamedTuple):
     # the branches and loops around it that devices take differently, the innermost last
     divergences: tuple[Divergence, ...] = ()
     backward: bool = False  # whether it is in the backward pass
+    scopes: frozenset[str] = frozenset()  # the names of jax.named_scope under which the equations around it were traced
     mapped: bool = False  # whether it is inside jax.pmap
     source: str = ""  # the innermost of the user's lines that led here; "" if none is known
 
@@ -100,6 +101,10 @@ class Block(NamedTuple):
         if is_literal:
             return CONSTANT
         return self.states[value]
+
+    def is_within(self, equation: Any, scope: str) -> bool:
+        """Whether an equation of the block, or one around it, was traced under a `jax.named_scope`."""
+        return scope in self.context.scopes or compat.in_scope(equation, scope)
 
 
 Visit = Callable[[Block], None]
@@ -279,6 +284,7 @@ class _StateReader(FactInterpreter[State]):
         """What reads the programs that an equation holds."""
         context = self.context._replace(
             backward=self.context.backward or compat.in_backward(equation),
+            scopes=self.context.scopes | compat.scopes(equation),
             source=user_line(equation) or self.context.source,
             mapped=self.context.mapped or compat.is_made_by_pmap(equation),
         )

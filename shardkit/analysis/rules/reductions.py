@@ -24,11 +24,11 @@ def reductions(program: TracedProgram) -> Iterator[Finding]:
         # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
         if block.context.backward or compat.in_backward(equation) or equation.params.get("axis_index_groups"):
             continue
-        if compat.in_scope(equation, PLAN):  # shares of a gradient that no example changes are equal, and divided
+        if block.is_within(equation, PLAN):  # shares of a gradient that no example changes are equal, and divided
             continue
         # The totals and weights of a step's means, where all are equal along an axis, as of sequences that are pooled
         # over their tokens: each is counted once for each device, and so are the gradients, which cancels in the mean.
-        if compat.in_scope(equation, TOTALS):
+        if block.is_within(equation, TOTALS):
             continue
         for operand in equation.invars:
             finding = _check_operand(block, equation, operand, operation)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from benchmarks import large_model
+from shardkit._jax.jaxprs import PLAN
 from shardkit.analysis import lint
 from shardkit.analysis.judge import RULES
 from shardkit.collectives import compressed
@@ -195,6 +196,12 @@ def _with_statistics(x):
     return jnp.tanh(x), sk.all_reduce(x, BOTH)
 
 
+def _adds_equal_shares_in_a_function(x):
+    """What a plan adds: the names of scopes begin anew in the program of a function."""
+    with jax.named_scope(PLAN):
+        return jax.jit(lambda x: lax.psum(sk.vary(lax.psum(x, "model"), "model"), "model"))(x)
+
+
 # What may look wrong and is meant.
 @pytest.mark.parametrize(
     "kernel",
@@ -213,6 +220,7 @@ def _with_statistics(x):
         lambda x: sk.all_gather(x, "model")[: x.shape[0]],
         _prints_what_it_receives,
         _writes_what_it_receives,
+        _adds_equal_shares_in_a_function,
         # the value of a loss, which jax.grad drops
         lambda x: jax.grad(lambda x: sk.all_reduce(jnp.sum(x**2), BOTH))(x),
         lambda x: jax.vjp(lambda x: divergent.reduced("model", x @ x.T), x)[1](sk.vary(jnp.ones((8, 8)), BOTH))[0],
