@@ -28,7 +28,9 @@ def count_from_end(cuts: Cuts, ndim: int) -> Cuts:
     return tuple(counted)
 
 
-def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]) -> jax.Array:
+def in_automatic_parts(
+    fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]
+) -> jax.Array:
     """`fn(x)` on the partitioner's parts of x: the axes by which it splits dims, `split`, are Manual inside.
 
     Without it the partitioner would gather its parts before each all_gather and reduce_scatter. A census counts the
@@ -65,7 +67,7 @@ def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split:
     plain = all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts)
     if not plain:
         fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-    return in_parts(fn, x, split)
+    return in_automatic_parts(fn, x, split)
 
 
 def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int, ...]) -> Any:
@@ -136,7 +138,7 @@ def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
 
 def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
     """This device's part along one cut: of the sum over its axes, or of a gradient that is complete over them."""
-    dim = grad.ndim + cut.dim
+    dim = cut.dim % grad.ndim
     if varying_axes(grad) >= set(cut.axes):
         steps = [cut.axes]  # a partial sum over all axes: one reduce_scatter
     else:

@@ -29,7 +29,7 @@ from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.cuts import axes_along, check_shape, count_from_end, part_shape, scatter_cuts
+from shardkit.on_device.cuts import axes_along, check_shape, part_shape, scatter_cuts
 from shardkit.plans.splits import Cut, LeafLayout
 from shardkit.plans.storage import is_padded, stored_array
 
@@ -39,10 +39,11 @@ class PartialGradient(NamedTuple):
 
     grad: jax.Array  # this device's partial sum, after the reductions so far
     path: str  # the leaf's path, for errors
-    # Before `add_residual`, what is to be added to `grad`, in its unit. After it, what the reductions have left out so
-    # far. None without feedback.
-    residual: jax.Array | None = None
-    # From an array like `grad` to one like `residual`: zeros with that array at its rows. None before `add_residual`.
+    # What the step before left out, in the unit of `grad`, until it is added; None after that, and without feedback.
+    to_add: jax.Array | None = None
+    # What the reductions of this step have left out so far; None before `to_add` is added.
+    left_out: jax.Array | None = None
+    # From an array like `grad` to one like `left_out`: zeros with that array at its rows. None where `left_out` is.
     to_residual: Callable[[jax.Array], jax.Array] | None = None
 
 
@@ -63,10 +64,10 @@ def attach_residuals(grads: Any, residuals: Any, divisor: jax.Array) -> list[Par
 
 def add_residual(gradient: PartialGradient) -> PartialGradient:
     """The gradient with its residual added, in float32, and nothing left out yet."""
-    if gradient.residual is None or gradient.to_residual is not None:
+    if gradient.to_add is None:
         return gradient
     grad_axes = varying_axes(gradient.grad)
-    residual_axes = varying_axes(gradient.residual)
+    residual_axes = varying_axes(gradient.to_add)
     if residual_axes - grad_axes:
         raise _already_summed(gradient, residual_axes - grad_axes)
     grad = gradient.grad.astype(jnp.float32)
@@ -75,9 +76,12 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
     further = tuple(sorted(grad_axes - residual_axes))
     if further:
         grad = all_reduce(grad, further)
-    # Added once. From here on it collects what the reductions leave out.
-    zeros = jnp.zeros_like(gradient.residual)
-    return gradient._replace(grad=grad + gradient.residual, residual=zeros, to_residual=lambda left_out: left_out)
+    return gradient._replace(
+        grad=grad + gradient.to_add,
+        to_add=None,  # it is added once
+        left_out=jnp.zeros_like(gradient.to_add),
+        to_residual=lambda left_out: left_out,
+    )
 
 
 def _already_summed(gradient: PartialGradient, axes: Iterable[str]) -> ValueError:
@@ -92,9 +96,8 @@ def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: 
     """A gradient with a residual, summed and split once per step. Reductions without feedback sum in `dtype`."""
     cuts = layout.cuts(scatter=("step",))
     first = find_first_cut(layout)
-    before = count_from_end(cuts[:first], gradient.grad.ndim)
     after = cuts[first:]
-    gradient = gradient._replace(grad=scatter_cuts(gradient.grad, before, dtype))
+    gradient = gradient._replace(grad=scatter_cuts(gradient.grad, cuts[:first], dtype))
     if not after:
         return gradient
     gradient = add_residual(gradient)
@@ -157,7 +160,7 @@ def sum_by_algorithm(
 def collect_residuals(residuals: Any, gradients: Sequence[PartialGradient], divisor: jax.Array) -> Any:
     """The new residuals, stored as the old ones."""
     # Back in the unit of the final gradient: the weight of the next batch, or its loss scale, may be another.
-    remaining = iter([gradient.residual / divisor for gradient in gradients if gradient.residual is not None])
+    remaining = iter([gradient.left_out / divisor for gradient in gradients if gradient.left_out is not None])
 
     def replace_residual(old: Any) -> Any:
         new = next(remaining)[None]
@@ -167,12 +170,12 @@ def collect_residuals(residuals: Any, gradients: Sequence[PartialGradient], divi
 
 
 def _add_left_out(gradient: PartialGradient, left_out: jax.Array | None) -> PartialGradient:
-    """The gradient with what a reduction left out of it added to its residual."""
+    """The gradient with what one more reduction left out of it."""
     if left_out is None:
         return gradient
     assert gradient.to_residual is not None
-    assert gradient.residual is not None
-    return gradient._replace(residual=gradient.residual + gradient.to_residual(left_out))
+    assert gradient.left_out is not None
+    return gradient._replace(left_out=gradient.left_out + gradient.to_residual(left_out))
 
 
 def _advance(gradient: PartialGradient, grad: jax.Array, inverse: Callable[[jax.Array], jax.Array]) -> PartialGradient:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.typed import typed
 from shardkit.collectives.axes import vary_like
-from shardkit.on_device.handles import call_sealed, open_entries, parts, with_parts
+from shardkit.on_device.handles import call_sealed, open_before_loss, parts, with_parts
 from shardkit.on_device.loss_results import loss_and_aux, refuse_rounded_totals
 from shardkit.on_device.mean_sums import combine_terms
 from shardkit.on_device.means import Mean, Sum
@@ -107,7 +107,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         """The loss, the auxiliary means, and the gradients of `scale` times the total."""
         leaves = TrainedLeaves(parts(params), trained)
         # Of these only carried state may have lazy leaves. It is not differentiated, so they can be opened here.
-        args = tuple(open_entries(arg) for arg in args)
+        args = tuple(open_before_loss(arg) for arg in args)
 
         def objective(values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
             # Leaves that are opened just before the loss are opened here, inside the differentiated function, so that
@@ -126,7 +126,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     def differentiate_apart(call: Callable[..., Any], params: Any, scale: Any, *args: Any) -> Gradients:
         """`differentiate`, traced by `call` as a program of its own, in which nothing can be sent."""
         leaves = TrainedLeaves(parts(params), trained)
-        args = tuple(open_entries(arg) for arg in args)
+        args = tuple(open_before_loss(arg) for arg in args)
 
         # Leaves that are opened just before the loss must be gathered before that program, and their gradients
         # scattered after it. So the derivative is taken in two parts: of `open_weights` here, and of the loss inside
@@ -142,7 +142,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
 
     def compute_loss_alone(params: Any, *args: Any) -> Gradients:
         """The loss and the auxiliary means, with zeros in place of the gradients."""
-        opened = [open_entries(tree) for tree in (params, *args)]
+        opened = [open_before_loss(tree) for tree in (params, *args)]
         if local:
             out = call_on_one_device(partial(call_loss, loss_fn), *opened)
         else:

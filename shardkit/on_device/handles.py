@@ -25,7 +25,7 @@ from shardkit.on_device.cuts import gather_cuts, scatter_cuts
 from shardkit.plans.splits import Cuts, separate_kept_cuts
 from shardkit.plans.storage import Sizes
 
-_FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
+_FIELDS = ["gathers", "scatters", "compute", "reduce", "opened_before_loss", "original_sizes", "path"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["part", "whole", "slope"], meta_fields=_FIELDS)
@@ -41,8 +41,8 @@ class Handle:
     scatters: Cuts  # the cuts of the gradient alone
     compute: Any  # dtype of the opened weight
     reduce: Any  # dtype in which its gradient is summed
-    entry: bool  # whether it is opened just before the loss, instead of by the loss
-    sizes: Sizes = ()  # dims of the part that are padded, with their original size, to which opening cuts them
+    opened_before_loss: bool  # by the GradFn, instead of by the loss
+    original_sizes: Sizes = ()  # of the dims of the part that are padded: opening cuts them to these
     path: str = ""  # the leaf's path in the parameters, for errors
     # while the part is sealed, a float array that carries the part's gradient; else None. Its value is NaN, since
     # nothing may use it
@@ -119,7 +119,7 @@ def open_handles(tree: Any) -> Any:
         if leaf.scatters:
             weight = _replace_part(leaf.scatters, leaf.reduce, leaf.whole, weight)
         if leaf.gathers:
-            weight = _gather_weight(leaf.gathers, leaf.sizes, leaf.compute, leaf.reduce, weight)
+            weight = _gather_weight(leaf.gathers, leaf.original_sizes, leaf.compute, leaf.reduce, weight)
         else:
             weight = cast_floating(weight, leaf.compute)
         weights.append(weight)
@@ -157,19 +157,19 @@ def parts(tree: Any) -> Any:
 
 
 def with_parts(tree: Any, leaves: Any) -> Any:
-    """The tree with these parts and leaves; lazy leaves with `entry` are opened."""
+    """The tree with these parts and leaves; those lazy leaves are opened that are opened before the loss."""
 
     def replace_part(node: Any, leaf: Any) -> Any:
         if not is_handle(node):
             return leaf
         handle = replace(node, part=leaf)
-        return open_handles(handle) if handle.entry else handle
+        return open_handles(handle) if handle.opened_before_loss else handle
 
     return jax.tree.map(replace_part, tree, leaves, is_leaf=is_handle)
 
 
-def open_entries(tree: Any) -> Any:
-    """The tree with its lazy leaves of `entry` opened, as just before the loss."""
+def open_before_loss(tree: Any) -> Any:
+    """The tree as it is just before the loss: with those lazy leaves opened that the loss does not open itself."""
     return with_parts(tree, parts(tree))
 
 

@@ -17,7 +17,7 @@ from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.on_device.batch import bind_token_axes, device_keys, split_microbatches, take_microbatch
 from shardkit.on_device.gradient import GradFn, LossFn, WithCarried, call_loss, loss_alone
 from shardkit.on_device.groups import Groups
-from shardkit.on_device.handles import cast_floating, open_entries, parts
+from shardkit.on_device.handles import cast_floating, open_before_loss, parts
 from shardkit.on_device.loss_results import named_means, terms_by_name
 from shardkit.on_device.loss_weights import in_compute
 from shardkit.on_device.means import Sum, is_mean, kind
@@ -129,8 +129,8 @@ def local_means(
 
     Cost: what the loss sends.
     """
-    weights = open_entries(params)
-    state = [open_entries(tree) for tree in carried]
+    weights = open_before_loss(params)
+    state = [open_before_loss(tree) for tree in carried]
 
     def means_of(batch: Any) -> dict[str, Any]:
         args = (partial(call_loss, loss_fn), weights, batch, None, *state)

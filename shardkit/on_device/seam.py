@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from shardkit._jax.jaxprs import PLAN
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import all_axes, spec_axes, split_dims
-from shardkit.on_device.cuts import count_from_end, gather_cuts, in_parts, scatter_cuts, take_part
+from shardkit.on_device.cuts import count_from_end, gather_cuts, in_automatic_parts, scatter_cuts, take_part
 from shardkit.on_device.feedback import (
     PartialGradient,
     add_residual,
@@ -60,10 +60,10 @@ def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-    weights = []
+    entered = []
     for layout, x in zip(layouts, leaves, strict=True):
-        weights.append(enter_leaf(placement, policy, layout, x))
-    return jax.tree.unflatten(structure, weights)
+        entered.append(enter_leaf(placement, policy, layout, x))
+    return jax.tree.unflatten(structure, entered)
 
 
 def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: Any) -> Any:
@@ -81,52 +81,60 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
     if layout.lazy:
         return _make_handle(layout, x, data_axes, policy)
     cuts = layout.cuts(gather=("step",))
-    weight = gather_cuts(cast_floating(x, policy.compute), cuts, layout.padding(cuts))
-    return vary(weight, data_axes)
+    whole = gather_cuts(cast_floating(x, policy.compute), cuts, layout.padding(cuts))
+    return vary(whole, data_axes)
 
 
 def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
     """The Handle of a lazy leaf, which the loss opens.
 
-    Where the loss gathers the leaf by layer (`fsdp(layerwise=...)`), the handle has this device's part alone. Where the
-    loss needs the whole weight now and its gradient is scattered early (zero2), `whole` has the value. Its `part` is
-    read by nobody: it is there so that a gradient of its shape exists, which is the scattered one. A leaf may be both,
-    with `fsdp` by layer over one axis and zero2 over another: then `whole` is whole over the second axis alone, and the
-    layer gathers it over the first.
+    Where the loss gathers the leaf by layer (`fsdp(layerwise=...)`), the handle has this device's part alone: it is
+    what is gathered, and what is differentiated. Where the loss needs the whole weight now and its gradient is
+    scattered early (zero2), the value and its gradient have two shapes: `whole` is the value, and `part` is there so
+    that a gradient of its shape exists, which is the scattered one. Nobody reads the numbers of that `part`. A leaf may
+    be both, with `fsdp` by layer over one axis and zero2 over another: then `whole` is whole over the second axis
+    alone, and the layer gathers it over the first.
     """
-    compute = policy.compute
-    reduce = policy.reduce
-    # `cuts` gives the cuts that meet all its conditions: with `gather` and `scatter`, those gathered at one of these
-    # times and scattered at one of those.
     gathered_by_layer = layout.cuts(gather=("layer",))
-    gathered_now = layout.cuts(gather=("step",))
-    if gathered_now:
-        # Sent in the compute dtype, and cast back: the gradient of `part` has the dtype of `part`.
-        weight = gather_cuts(cast_floating(x, compute), gathered_now, layout.padding(gathered_now))
-        x = weight.astype(x.dtype)
+    # `cuts` gives the cuts that meet both conditions: gathered at one of these times and scattered at one of those.
     scattered_early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
-    part = x
+    value = _gather_now(layout, x, policy.compute)
+    part = value
     whole = None
     if scattered_early:
-        for cut in scattered_early:
-            part = take_part(part, cut.axes, dim=cut.dim)
-        part = cast_floating(part, reduce)  # only its gradient is used, and that is a sum
-        if not gathered_by_layer:  # else the layer casts it, where it is gathered
-            x = cast_floating(x, compute)
-        whole = vary(x, data_axes)
-    sizes = []
-    for dim, size in layout.padding(gathered_by_layer):
-        sizes.append((dim - x.ndim, size))
+        part = _take_gradient_part(value, scattered_early, policy.reduce)
+        # A leaf that the layer gathers is cast there.
+        whole = value if gathered_by_layer else cast_floating(value, policy.compute)
+        whole = vary(whole, data_axes)
     return Handle(
         vary(part, data_axes),
         whole,
         gathers=count_from_end(gathered_by_layer, x.ndim),
         scatters=count_from_end(scattered_early, x.ndim),
-        compute=compute,
-        reduce=reduce,
-        entry=layout.entry,
-        sizes=tuple(sizes),
+        compute=policy.compute,
+        reduce=policy.reduce,
+        opened_before_loss=layout.opened_before_loss,
+        original_sizes=tuple((dim - x.ndim, size) for dim, size in layout.padding(gathered_by_layer)),
     )
+
+
+def _gather_now(layout: LeafLayout, x: jax.Array, dtype: Any) -> jax.Array:
+    """A lazy leaf, gathered over the axes over which it is whole during the whole step: sent in a dtype, and cast back.
+
+    It is cast back because the leaf may be gathered by layer too: its part is then differentiated, in its own dtype.
+    """
+    cuts = layout.cuts(gather=("step",))
+    if not cuts:
+        return x
+    return gather_cuts(cast_floating(x, dtype), cuts, layout.padding(cuts)).astype(x.dtype)
+
+
+def _take_gradient_part(value: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
+    """An array of the type of the scattered gradient: this device's part, in the dtype of sums of gradients."""
+    part = value
+    for cut in cuts:
+        part = take_part(part, cut.axes, dim=cut.dim)
+    return cast_floating(part, dtype)
 
 
 def leave(
@@ -134,10 +142,12 @@ def leave(
 ) -> tuple[dict[str, Any], Any, Any]:
     """The means over all devices, the gradients in the layout of the update, and the new residuals.
 
-    From this device's partial sums: the Means by name, and the gradients of `scale` times the loss's total.
+    From this device's partial sums: the Means by name, and the gradients of `scale` times the loss's total. `residuals`
+    are those of error feedback: what compressed reductions of the step before left out (`feedback.py`).
 
-    Cost: an all_reduce of 8 bytes for each mean; for each leaf a reduce_scatter over the axes that its update has and
-        its gradient has not, and an all_reduce over the others, in the reduce dtype.
+    Cost: an all_reduce of 8 bytes for each mean, in one message for all that are summed over the same axes; for each
+        leaf a reduce_scatter over the axes that its update has and its gradient has not, and an all_reduce over the
+        others, in the reduce dtype.
     """
     # The reductions stand here, after the last microbatch, because a sum over devices of a sum over microbatches is
     # sent once for all of them: a reduce_scatter where the update is split further than the gradient, the sums for
@@ -155,23 +165,23 @@ def leave(
     structure = jax.tree.structure(grads)
     layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
     with jax.named_scope(PLAN):
-        scattered = []
-        for layout, gradient in zip(layouts, attach_residuals(grads, residuals, divisor), strict=True):
-            scattered.append(_scatter(gradient, layout, policy.reduce))
-        gradients = _sum_by_algorithms(scattered, layouts, policy.reduce)
-        gradients = [add_residual(gradient) for gradient in gradients]
+        partial_sums = attach_residuals(grads, residuals, divisor)
+        for number, layout in enumerate(layouts):
+            partial_sums[number] = _scatter(partial_sums[number], layout, policy.reduce)
+        partial_sums = _sum_by_algorithms(partial_sums, layouts, policy.reduce)
+        partial_sums = [add_residual(gradient) for gradient in partial_sums]
         update_grads = []
-        for layout, gradient in zip(layouts, gradients, strict=True):
+        for layout, gradient in zip(layouts, partial_sums, strict=True):
             grad = _sum_what_varies(gradient.grad, layout, policy.reduce)
             grad = grad.astype(jnp.float32) / divisor
             update_grads.append(wrap_stored(grad, layout.padded, layout.rows))
-    residuals = collect_residuals(residuals, gradients, divisor)
+    residuals = collect_residuals(residuals, partial_sums, divisor)
     return means, jax.tree.unflatten(structure, update_grads), residuals
 
 
 def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> PartialGradient:
     """A gradient summed in the reduce dtype and split once per step."""
-    if gradient.residual is not None:
+    if gradient.to_add is not None:
         return scatter_with_feedback(gradient, layout, dtype)
     grad = gradient.grad
     cuts = count_from_end(layout.cuts(scatter=("step",)), grad.ndim)
@@ -184,7 +194,8 @@ def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> Parti
 def _scatters_by_layer(grad: jax.Array, cuts: Cuts, dtype: Any) -> bool:
     """Whether a stack of layers [layers, ...] is scattered layer by layer: if its copy in a wider dtype is large.
 
-    With more than LAYER_BYTES a layer, a copy of all layers in float32 would be the largest array of a step.
+    With more than LAYER_BYTES a layer, a copy of all layers in float32 would be the largest array of a step. Nothing
+    says that dim 0 counts layers: of any other leaf with rows as large, row by row gives the same sums.
     """
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize <= grad.dtype.itemsize:
@@ -193,26 +204,36 @@ def _scatters_by_layer(grad: jax.Array, cuts: Cuts, dtype: Any) -> bool:
     return itemsize * grad.size > grad.shape[0] * LAYER_BYTES and not splits_layers
 
 
+class _AlikeSums(NamedTuple):
+    """What sums by an algorithm have in common, of the leaves that one call of the algorithm gets.
+
+    The algorithm may concatenate the leaves, so they must be partial sums over the same axes.
+    """
+
+    axes: tuple[str, ...]
+    algorithm: Algorithm
+    unreduced: frozenset[str]
+
+
 def _sum_by_algorithms(
     gradients: Sequence[PartialGradient], layouts: Sequence[LeafLayout], dtype: Any
 ) -> list[PartialGradient]:
-    """The gradients after the sums for which a strategy has an algorithm of its own, those with feedback last."""
-    # An algorithm may concatenate leaves, which must be partial sums over the same axes.
-    groups: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
+    """The gradients after the sums for which a strategy has an algorithm of its own."""
+    leaves_by_call: dict[_AlikeSums, list[int]] = {}
     for number, layout in enumerate(layouts):
         unreduced = varying_axes(gradients[number].grad)
         for axes, algorithm in layout.sums:
             axes = tuple(axis for axis in axes if axis in unreduced)
             if axes:
-                groups.setdefault((axes, algorithm, unreduced), []).append(number)
-
-    def has_feedback(group: Any) -> bool:
-        (_, algorithm, _), _ = group
-        return bool(algorithm.feedback)
-
+                leaves_by_call.setdefault(_AlikeSums(axes, algorithm, unreduced), []).append(number)
+    # Sums with feedback come last: a residual is stored as this device's gradient is before the first of them, and is
+    # added there. Added earlier, it would be summed over the axes of the other sums, once for each of their devices.
+    without_feedback = [call for call in leaves_by_call if not call.algorithm.feedback]
+    with_feedback = [call for call in leaves_by_call if call.algorithm.feedback]
     gradients = list(gradients)
-    for (axes, algorithm, _), numbers in sorted(groups.items(), key=has_feedback):
-        sums = sum_by_algorithm(algorithm, [gradients[number] for number in numbers], axes, dtype)
+    for call in (*without_feedback, *with_feedback):
+        numbers = leaves_by_call[call]
+        sums = sum_by_algorithm(call.algorithm, [gradients[number] for number in numbers], call.axes, dtype)
         for number, gradient in zip(numbers, sums, strict=True):
             gradients[number] = gradient
     return gradients
@@ -227,7 +248,7 @@ def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Arr
     # Where XLA's partitioner splits dims of the leaf too (`manual=`), each device sums its part of the gradient alone.
     automatic_split = split_dims(layout.automatic)
     if automatic_split:
-        return in_parts(partial(all_reduce, axis=axes), grad, automatic_split)
+        return in_automatic_parts(partial(all_reduce, axis=axes), grad, automatic_split)
     return all_reduce(grad, axes)
 
 
@@ -243,9 +264,10 @@ def to_rest(params: Any, placement: Placement) -> Any:
     # ends a run leaves whole parameters. The gather's result is typed as the same on all devices. A plain all_gather's
     # would vary, and shard_map would refuse it as replicated, or the partitioner gather what it does not trust.
     def gather_update(layout: LeafLayout, x: Any) -> Any:
-        padded_at_rest = layout.padding(layout.cuts(gather=("never", "layer", "step")))
-        padded_in_update = set(layout.padded) - set(padded_at_rest)
-        x = gather_cuts(stored_array(x), layout.cuts(gather=("update",)), padded_in_update, replicated=True)
+        cuts_at_rest = layout.cuts(gather=("never", "layer", "step"))  # all but those of the update alone
+        padded_at_rest = layout.padding(cuts_at_rest)
+        padded_in_update_alone = set(layout.padded) - set(padded_at_rest)
+        x = gather_cuts(stored_array(x), layout.cuts(gather=("update",)), padded_in_update_alone, replicated=True)
         return wrap_stored(x, padded_at_rest, layout.rows)
 
     return map_layouts(gather_update, placement.layouts, params)

@@ -26,7 +26,7 @@ from shardkit.on_device.means import Mean, kind, means_by_path
 from shardkit.pipelines.divergent import find_collectives
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.remat.layers import is_list_of_layers
-from shardkit.remat.recompute import LayerPasses, Mask, Traced, WantedGradients, is_differentiable
+from shardkit.remat.recompute import LayerPasses, LeafPartition, Traced, WantedGradients, is_differentiable
 from shardkit.remat.regather import flag_differentiable
 
 _PARAMETERS = {"embed": "shared, batch, keys", "stage": "layers, x, keys", "head": "shared, x, batch"}
@@ -120,7 +120,7 @@ class Pieces:
         if owner is not None:
             self._check_spread_embedding(embedded)
         self.x, self._structure = jax.tree.flatten(self._find_activations(varying))
-        self.differentiable = Mask([is_differentiable(x) for x in self.x])
+        self.differentiable = LeafPartition([is_differentiable(x) for x in self.x])
         self.embed = Piece(self._embed, shared, self._common)
         self.stage = Piece(self._run_stage, args, self.x)
 

@@ -49,7 +49,7 @@ from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
 from shardkit.on_device.batch import row, split_microbatches, take_microbatch
 from shardkit.on_device.gradient import is_loss_alone
-from shardkit.on_device.handles import is_handle, open_entries, parts, reduce_to_part, unseal_handles
+from shardkit.on_device.handles import is_handle, open_before_loss, parts, reduce_to_part, unseal_handles
 from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
@@ -76,7 +76,7 @@ def build_grad_fn(
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         # Leaves that are opened just before the loss; `_finish_gradient` takes their gradients back to the parts.
-        opened = open_entries(params)
+        opened = open_before_loss(params)
         if is_loss_alone():
             means = dict(compute_in_sequence(model, schedule, stages, opened, batch, keys))
             return means.pop("loss"), means, jax.tree.map(jnp.zeros_like, parts(params))
@@ -101,8 +101,8 @@ def _join_chunks(sums: Sequence[jax.Array], stack: Any) -> Any:
 
 
 def _finish_gradient(node: Any, grad: Any) -> Any:
-    """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
-    if is_handle(node) and node.entry:
+    """The gradient of a leaf as it leaves the GradFn: that of its part, if it was opened before the loss."""
+    if is_handle(node) and node.opened_before_loss:
         return reduce_to_part(node, grad)
     return grad
 

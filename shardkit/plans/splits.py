@@ -182,7 +182,7 @@ class LeafLayout(NamedTuple):
         return any(split.lazy for split in self.splits)
 
     @property
-    def entry(self) -> bool:
+    def opened_before_loss(self) -> bool:
         """Whether a lazy leaf is opened just before the loss, instead of by the loss."""
         for split in self.splits:
             if split.gather == "layer" or split.scatter == "layer":
@@ -209,7 +209,7 @@ class LeafLayout(NamedTuple):
                 continue
             for cut in split.cuts:
                 # Each cut knows the partitioner's dims, so that its collective can run on the partitioner's parts
-                # (`in_parts`).
+                # (`in_automatic_parts`).
                 _add_cut(cuts, cut._replace(automatic=automatic))
         return tuple(cuts)
 

@@ -130,7 +130,7 @@ class _Counter:
         """Adds the collectives of one leaf, of which the state holds an array of this shape."""
         original = stored_shape(shape, layout.rows)
         # A stack is opened layer by layer, a message each.
-        by_layer = layout.lazy and not layout.entry and is_stacked(name, self.layerwise_names)
+        by_layer = layout.lazy and not layout.opened_before_loss and is_stacked(name, self.layerwise_names)
         self._add_parameter(layout, original, by_layer)
         if self.deterministic:
             padded = padded_shape(original, layout.update, self.mesh)
@@ -154,7 +154,7 @@ class _Counter:
         # The kept cuts first, as `separate_kept_cuts` orders them: once per microbatch. The others are gathered in the
         # forward pass, and in the backward pass again; a leaf that is opened before the loss stays whole between them.
         shape = self._add_gathers(opened, kept_cuts, shape, compute, self.accumulate, by_layer)
-        gathers = 1 if layout.entry else _GATHERS
+        gathers = 1 if layout.opened_before_loss else _GATHERS
         self._add_gathers(opened, regathered_cuts, shape, compute, self.accumulate * gathers, by_layer)
         if self.prefetched and by_layer:
             # The backward pass begins with the last layer, which the forward pass has just gathered: one layer less.

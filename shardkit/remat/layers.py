@@ -22,21 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
 from shardkit._arguments.checks import named
 from shardkit._arguments.typed import Arrays, typed
-from shardkit._jax.compat import eval_shape
+from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
 from shardkit.on_device.handles import is_handle, open_handles, parts, unseal_handles
 from shardkit.on_device.means import kind
-from shardkit.remat.recompute import POLICIES, Mask, Remat, find_policy
+from shardkit.remat.recompute import POLICIES, LeafPartition, Remat, checkpoint_if_asked, find_policy_if_asked
 from shardkit.remat.regather import regather_layer, regather_stack
 
 LayerFn = Callable[[Any, Any], Any]
@@ -79,39 +80,38 @@ def gathered(
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
     """
-    policy = _find_policy("gathered", remat, offload)
+    policy = find_policy_if_asked("gathered", remat, offload)
 
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
+        # In the caller's function the arrays of handles have a dtype with which nothing can compute: this undoes it.
         leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
-        is_weight = Mask([is_handle(leaf) for leaf in leaves])
-        if keep or not any(is_weight.flags):
-            # Opened outside of the checkpoint: the gathered weights are its arguments, which jax saves under any
-            # policy.
-            args, kwargs = jax.tree.unflatten(tree, open_handles(leaves))
-            return _checkpoint(layer_fn, policy)(*args, **kwargs)
+        # Words, booleans and Python's numbers are no arguments of what is traced: a layer may branch by them.
+        traced_leaves = LeafPartition([is_handle(leaf) or _is_array(leaf) for leaf in leaves])
+        traced, static = traced_leaves.partition(leaves)
+        handle_leaves = LeafPartition([is_handle(leaf) for leaf in traced])
+        handles, arrays = handle_leaves.partition(traced)
 
-        def call(weights: list[Any], activations: list[Any]) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, is_weight.combine(weights, activations))
+        def call(weights: list[Any], arrays: list[Any]) -> Any:
+            traced = handle_leaves.combine(weights, arrays)
+            args, kwargs = jax.tree.unflatten(tree, traced_leaves.combine(traced, static))
             return layer_fn(*args, **kwargs)
 
-        weights, activations = is_weight.partition(leaves)
-        return regather_layer(call, weights, activations, policy=policy or POLICIES["dots"])
+        if not handles:
+            return checkpoint_if_asked(call, policy)([], arrays)
+        if keep:
+            # Opened outside of the checkpoint: the gathered weights are its arguments, which jax saves under any
+            # policy.
+            return checkpoint_if_asked(call, policy)(open_handles(handles), arrays)
+        # A function with a derivative of its own gathers again (`regather.py`): of a jax.checkpoint around the gather
+        # and the layer, a policy could save the gathered weights.
+        return regather_layer(call, handles, arrays, policy=policy or POLICIES["dots"])
 
     return layer
 
 
-def _find_policy(where: str, remat: Remat, offload: bool) -> Any:
-    """The policy of `remat` and `offload`; None if the caller asks for none."""
-    if remat is None and not offload:
-        return None
-    return find_policy(where, remat, offload)
-
-
-def _checkpoint(layer_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    if policy is None:
-        return layer_fn
-    return jax.checkpoint(layer_fn, policy=policy)
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 @typed
@@ -136,8 +136,9 @@ def scan_layers(
             with the same shapes and dtypes.
         stacked: pytree of arrays and handles with the layer as dim 0. Integers, such as layer numbers, are allowed.
         x: pytree of activations; integers and keys, such as one key per example, are allowed.
-        prefetch: gather the next layer's weights while this layer computes, forward and backward. It does not help
-            together with `microbatches`: their loop hides no gather, and the v5e compiler then gathers again inside it.
+        prefetch: gather the next layer's weights while this layer computes, forward and backward. Of plain arrays,
+            which nothing gathers, it changes nothing. It does not help together with `microbatches`: their loop hides
+            no gather, and the v5e compiler then gathers again inside it.
         remat: the values to save for the backward pass. "full" saves only the layer's input. "dots" also saves the
             results of matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis.
             "dots_without_batch" saves the results of matmuls without batch dims. A tuple of names saves the values with
@@ -172,36 +173,56 @@ def scan_layers(
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.3: forward and backward prefetching; Lamy-Poirier,
         Layered gradient accumulation (arXiv:2106.02679): one layer at a time over all microbatches.
     """
-    policy = _find_policy("scan_layers", remat, offload)
+    policy = find_policy_if_asked("scan_layers", remat, offload)
     stacked = unseal_handles(stacked)
     _check_stack(stacked)
     layers = _count_layers(stacked)
-    after = _trace_first_layer(layer_fn, stacked, x)
-    _check_carried(x, after)
-    x = jax.tree.map(vary_like, x, after)  # a scan's carry enters as the layer returns it: varying over the same axes
+    x = _widen_carry(layer_fn, stacked, x)
     _check_microbatches(x, microbatches)
     has_handles = any(map(is_handle, jax.tree.leaves(stacked, is_leaf=is_handle)))
-    plain = microbatches == 1 and not has_handles
-    options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
-    layer: Callable[..., Any] = partial(regather_layer, layer_fn, **options)
-    # No custom derivative here: nothing is gathered, so there is nothing to gather again.
-    if plain:
-        layer = _checkpoint(layer_fn, policy)  # a scan as jax has it: no policy means jax's own choice
-
-    def run_layer(x: Any, weights: Any) -> tuple[Any, None]:
-        return layer(weights, x), None
-
+    if microbatches == 1 and not has_handles:
+        # Nothing is gathered, so there is nothing to gather again: a scan as jax has it, where no policy means jax's
+        # own choice.
+        return _scan(checkpoint_if_asked(layer_fn, policy), stacked, x)
+    if policy is None:
+        policy = POLICIES["dots"]
     if microbatches > 1:
         # Split once, around the whole stack: each layer then runs all microbatches between one gather and one scatter.
         x = split_microbatches(x, microbatches)
-    if prefetch and not plain:
-        x = regather_stack(layer_fn, stacked, x, layers=layers, **options)
+    if prefetch:
+        x = regather_stack(layer_fn, stacked, x, layers=layers, policy=policy, microbatches=microbatches)
     else:
-        x, _ = jax.lax.scan(run_layer, x, stacked)
+        layer = partial(regather_layer, layer_fn, policy=policy, microbatches=microbatches)
+        x = _scan(layer, stacked, x)
     if microbatches > 1:
         # From [microbatches, examples, ...] back to one dim of all examples.
         x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
     return x
+
+
+def _scan(layer: LayerFn, stacked: Any, x: Any) -> Any:
+    """The activations after all layers, one after the other. `scan` slices the arrays in a handle as any others."""
+
+    def run_layer(x: Any, weights: Any) -> tuple[Any, None]:
+        return layer(weights, x), None
+
+    x, _ = jax.lax.scan(run_layer, x, stacked)
+    return x
+
+
+def _widen_carry(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
+    """The activations, marked as varying over the axes over which those behind a layer vary: a scan has one type.
+
+    Worked example: a layer (a, b) -> (a * w, a + b), whose w alone varies over "data". Behind the first layer a varies
+    too, and b behind the second: the layer is traced with the wider types until it returns what it takes.
+    """
+    while True:
+        after = _trace_first_layer(layer_fn, stacked, x)
+        _check_carried(x, after)
+        widened = jax.tree.map(vary_like, x, after)
+        if jax.tree.map(varying_axes, widened) == jax.tree.map(varying_axes, x):
+            return widened
+        x = widened
 
 
 def _check_stack(stacked: Any) -> None:
@@ -241,10 +262,11 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
 
     def run_layer(weights: Any, x: Any) -> Any:
         weights = open_handles(weights)
-        before = jax.tree.leaves(weights)
+        modules = _list_modules(weights)
         y = layer_fn(weights, x)
         # Collected beside the result: `eval_shape` returns shapes, from which a change cannot be read.
-        changes.extend(_find_changes(weights, before))
+        for module in modules:
+            changes.extend(_find_changes(module))
         return y
 
     # Handles are nodes of the tree, so this takes layer 0 of their parts. Their cuts count dims from the end, and stay
@@ -268,16 +290,36 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
     return after
 
 
-def _find_changes(weights: Any, before: list[Any]) -> list[str]:
-    """The paths of variables that a layer has set in a module of flax nnx."""
-    modules = weights if isinstance(weights, tuple) else (weights,)
-    if any(isinstance(module, dict | list) for module in modules):
-        return []  # only a module keeps what a layer sets; a dict or list is made anew for each call
+class _Module(NamedTuple):
+    """A module of flax nnx among the weights of a layer, or an array, and the variables that it had."""
+
+    path: Any
+    node: Any
+    variables: list[Any]
+
+
+def _list_modules(weights: Any) -> list[_Module]:
+    """The modules among the weights: what is in no dict, list or tuple any more, each of which is made anew for a call.
+
+    Worked example: of `{"norm": BatchNorm, "w": array}` the module, and the array, which has no variables of its own.
+    """
+
+    def is_module(node: Any) -> bool:
+        return not isinstance(node, dict | list | tuple)
+
+    modules = []
+    for path, node in tree_leaves_with_path(weights, is_leaf=is_module):
+        modules.append(_Module(path, node, jax.tree.leaves(node)))
+    return modules
+
+
+def _find_changes(module: _Module) -> list[str]:
+    """The paths of variables that a layer has set in a module."""
     changes = []
     # A module may have gained leaves: strict=False.
-    for (path, leaf), old in zip(tree_leaves_with_path(weights), before, strict=False):
+    for (path, leaf), old in zip(tree_leaves_with_path(module.node), module.variables, strict=False):
         if leaf is not old:
-            changes.append(path_name(path))
+            changes.append(path_name((*module.path, *path)))
     return changes
 
 
@@ -293,44 +335,40 @@ def is_list_of_layers(stacked: Any) -> bool:
 
 def _check_carried(x: Any, after: Any) -> None:
     """Refuses a layer whose result has another tree, shapes or dtypes than its input: the next layer gets it."""
-    taken = _find_kinds(x)
-    returned = _find_kinds(after)
-    matches = [path for path, _ in taken] == [path for path, _ in returned]
-    if matches:
-        leaves = zip(jax.tree.leaves(x), jax.tree.leaves(after), strict=True)
-        for (leaf, result), kind_in, kind_out in zip(leaves, taken, returned, strict=True):
-            # The dtype of a Python number becomes that of the layers; its shape stays.
-            takes_dtype = _takes_any_dtype(leaf) and jnp.shape(leaf) == jnp.shape(result)
-            if kind_in != kind_out and not takes_dtype:
-                matches = False
-    if not matches:
-        raise TypeError(
-            "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next "
-            f"layer gets; it gets {_describe_kinds(taken)} and returns {_describe_kinds(returned)}. Cast or reshape it "
-            "in the layer."
-        )
+    structure: Any = jax.tree.structure(x)
+    if structure == jax.tree.structure(after) and all(jax.tree.leaves(jax.tree.map(_is_carried, x, after))):
+        return
+    taken = _describe_leaves(x)
+    returned = _describe_leaves(after)
+    if taken == returned:  # as a tuple and a list of the same arrays
+        taken = str(structure)
+        returned = str(jax.tree.structure(after))
+    raise TypeError(
+        "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next "
+        f"layer gets; it gets {taken} and returns {returned}. Cast or reshape it in the layer."
+    )
 
 
-def _find_kinds(tree: Any) -> list[tuple[str, str]]:
-    """Path, and dtype with shape, of each leaf."""
-    return [(path_name(path), kind(leaf)) for path, leaf in tree_leaves_with_path(tree)]
+def _is_carried(leaf: Any, result: Any) -> bool:
+    """Whether a result has the shape and dtype of what the layer took."""
+    if jnp.shape(leaf) != result.shape:
+        return False
+    return _takes_any_dtype(leaf) or leaf.dtype == result.dtype
 
 
 def _takes_any_dtype(leaf: Any) -> bool:
-    """Whether this is a Python number, or an array that was made of one."""
+    """Whether this is a Python number, or an array that was made of one: its dtype becomes that of the layers."""
     if not hasattr(leaf, "dtype"):
         return True
     return bool(getattr(leaf, "weak_type", False))
 
 
-def _describe_kinds(kinds: list[tuple[str, str]]) -> str:
-    root = path_name(())
+def _describe_leaves(tree: Any) -> str:
+    """The leaves of activations as an error names them."""
     descriptions = []
-    for path, shape in kinds:
-        if path == root:  # x is one array, and has no name
-            descriptions.append(shape)
-        else:
-            descriptions.append(f"{path}: {shape}")
+    for path, leaf in tree_leaves_with_path(tree):
+        # One array has no path, and no name.
+        descriptions.append(f"{path_name(path)}: {kind(leaf)}" if path else kind(leaf))
     return ", ".join(descriptions)
 
 

@@ -51,6 +51,20 @@ def find_policy(where: str, remat: Remat, offload: bool) -> Any:
     )
 
 
+def find_policy_if_asked(where: str, remat: Remat, offload: bool) -> Any:
+    """The policy of `remat` and `offload`; None if the caller asks for neither."""
+    if remat is None and not offload:
+        return None
+    return find_policy(where, remat, offload)
+
+
+def checkpoint_if_asked(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """A function whose backward pass recomputes as a policy says; without a policy, the function as it is."""
+    if policy is None:
+        return fn
+    return jax.checkpoint(fn, policy=policy)
+
+
 def _find_offload_policy(where: str, remat: Remat) -> Any:
     """The policy that saves to host memory what `remat` saves."""
     policies = jax.checkpoint_policies
@@ -75,10 +89,11 @@ def _is_tuple_of_names(remat: Any) -> TypeGuard[tuple[str, ...]]:
     return all(isinstance(name, str) for name in remat)
 
 
-class Mask:
-    """Partitions a list of leaves into the chosen and the unchosen, and combines them again.
+class LeafPartition:
+    """Partitions a list of leaves into the chosen and the unchosen, and combines them again, as equinox does of trees.
 
-    `Mask([True, False, True])` partitions `[a, b, c]` into `[a, c]` and `[b]`, and combines these to `[a, b, c]`.
+    Worked example: by the flags [True, False, True], `[a, b, c]` is partitioned into `[a, c]` and `[b]`, and these are
+    combined to `[a, b, c]`.
     """
 
     def __init__(self, flags: Sequence[bool]):
@@ -179,7 +194,7 @@ class LayerPasses:
         jaxpr, from_activations = find_independent(self._forward.jaxpr, len(weights) + len(shared), len(residuals))
         # In the worked example above the residuals x, the cast of w and w have the flags True, False, False: x alone is
         # saved.
-        self._saved = Mask(from_activations)
+        self._saved = LeafPartition(from_activations)
         # Computes the values that follow from weights alone: the backward pass does it once for all microbatches.
         self._rebuild = partial(jax.core.eval_jaxpr, jaxpr, self._forward.constants)
 
@@ -226,9 +241,9 @@ def _trace_with_pullback(layer: Traced, policy: Any, examples: Sequence[Leaves],
     weights, shared, x = examples
     weights_end = len(weights)
     shared_end = weights_end + len(shared)
-    differentiated = Mask([*wanted.weights, *wanted.shared, *wanted.x])
+    differentiated = LeafPartition([*wanted.weights, *wanted.shared, *wanted.x])
     # Integers among the activations, such as keys or counts, go around the derivative as auxiliary values.
-    out = Mask([is_differentiable(y) for y in jax.tree.leaves(layer.out)])
+    out = LeafPartition([is_differentiable(y) for y in jax.tree.leaves(layer.out)])
 
     def run_with_pullback(*leaves: Any) -> Any:
         # jax.vjp differentiates floating-point leaves alone: keys and integers are constants to it.

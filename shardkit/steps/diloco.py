@@ -419,6 +419,11 @@ def diloco(
         _check_train_step(train_step, worker_mesh, axis)
         train_steps.append(_compile_once(train_step, worker_mesh, programs))
     reduce.check("diloco", "reduce", "all_reduce", (axis,))
+    if reduce.feedback:
+        raise ValueError(
+            "diloco: reduce= must be an Algorithm without error feedback, because no exchange keeps what it left out "
+            f"for the next; got {reduce}. Leave out feedback=True."
+        )
     return Diloco(tuple(train_steps), outer, auto_mesh(mesh), axis, fragments, reduce)
 
 

@@ -220,14 +220,69 @@ class Norm:
     mean: Any
 
 
-@pytest.mark.parametrize("weights", [Norm(jnp.ones(3)), (Norm(jnp.ones(3)), jnp.arange(3))])
-def test_what_a_layer_sets_would_be_lost(weights):
+@pytest.mark.parametrize("place", [None, 0, "norm"])
+def test_what_a_layer_sets_would_be_lost(place):
+    norm = Norm(jnp.ones(3))
+    weights = {None: norm, 0: (norm, jnp.arange(3)), "norm": {"norm": norm, "w": jnp.ones(3)}}[place]
+
     def layer(weights, x):
-        (weights[0] if isinstance(weights, tuple) else weights).mean = x
+        (weights if place is None else weights[place]).mean = x
         return x
 
     with pytest.raises(ValueError, match=r"^scan_layers: a layer must not change .* it changed .*mean\. Pass "):
         sk.scan_layers(layer, weights, jnp.ones(()))
+
+
+def test_a_dict_of_weights_is_the_layers_own():
+    def layer(weights, x):
+        weights["w"] = weights["w"] * 2
+        return x * weights["w"]
+
+    assert float(sk.scan_layers(layer, {"w": jnp.ones(3)}, jnp.ones(()))) == 8
+
+
+# One device's program, the same layer under fsdp, and under a checkpoint: a flag of Python was traced there.
+@pytest.mark.parametrize("options", [{}, {"keep": True}, {"remat": "full"}])
+@pytest.mark.parametrize("name", ["dp", "fsdp"])
+def test_a_gathered_layer_may_branch_by_what_is_no_array(name, options):
+    def project(w, x, activation, *, scale=1, residual=False):
+        y = jnp.tanh(x @ w) if activation == "tanh" else x @ w
+        return x + scale * y if residual else y
+
+    def loss(params, batch, keys):
+        layer = sk.gathered(project, **options)
+        x = layer(params["layers"], batch, "tanh", residual=True)
+        return jnp.mean(layer(params["layers"], x, None, scale=2, residual=True) ** 2)
+
+    mesh = sk.make_mesh(jax.devices()[:2], z=1, d=2)
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=PLANS[name])
+    w, x = np.eye(4, dtype="f"), np.arange(16, dtype="f").reshape(4, 4) / 16
+    state, metrics = step(init({"layers": w}, jax.random.key(0)), x)
+
+    def by_hand(w):
+        y = x + jnp.tanh(x @ w)
+        return jnp.mean((y + 2 * y @ w) ** 2)
+
+    expected, grad = jax.value_and_grad(by_hand)(w)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(state.params["layers"], w - 0.1 * grad, rtol=1e-5, atol=1e-6)
+
+
+# Of (a, b, c) a layer spreads an axis by one leaf: the carry has its type only after three traces.
+def test_a_carry_that_varies_later_than_in_the_first_layer():
+    def layer(w, carry):
+        a, b, c = carry
+        return a * w, a + b, b + c
+
+    def kernel(x):
+        ones = jnp.ones(())
+        return sum(sk.scan_layers(layer, jnp.full(3, 2.0), (x[0], ones, ones)))[None]
+
+    mesh = sk.make_mesh(jax.devices()[:2], d=2)
+    split = jax.P("d")
+    result = jax.shard_map(kernel, mesh=mesh, in_specs=split, out_specs=split)(jnp.array([1.0, 3.0]))
+    # a is 8 x after three layers, b is 1 + 7 x, and c is 1 + 3 + 4 x.
+    np.testing.assert_array_equal(result, [8 + 8 + 8, 24 + 22 + 16])
 
 
 def test_mistakes_are_refused():
@@ -388,3 +443,10 @@ def test_a_number_in_the_carry_is_carried_and_all_other_leaves_are_compared():
         "gets; it gets float and returns float32[4,4]. Cast or reshape it in the layer.",
     ):
         sk.scan_layers(lambda weights, x: x * weights, stack, 1.0)
+
+    with raises(
+        TypeError,
+        "scan_layers: layer_fn(weights, x) must return an x of the same tree, shapes and dtypes, which the next layer "
+        "gets; it gets PyTreeDef((*, *)) and returns PyTreeDef([*, *]). Cast or reshape it in the layer.",
+    ):
+        sk.scan_layers(lambda weights, x: list(x), stack, (jnp.ones(2), jnp.ones(2)))

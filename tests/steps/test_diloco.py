@@ -376,6 +376,9 @@ def test_an_exchange_of_four_bits():
     assert 0 < np.abs(found[1] - found[3]).max() < np.abs(found[1] - PARAMS["out"]).max() / 4
 
 
+FEEDBACK = sk.algorithms.compressed(jnp.int8, feedback=True)
+
+
 def test_what_is_refused():
     mesh, make = sk.make_mesh(pod=2, data=4), step_on(sk.dp("data"), optax.sgd(0.1))
     none = Algorithm("none of them")
@@ -386,6 +389,8 @@ def test_what_is_refused():
         "Pass lambda mesh: sk.make_train_step(..., mesh=mesh, plan=...) without that axis.": (make, "data", {}),
         "diloco: reduce= must be an Algorithm with all_reduce; got none of them, which has none. Pass for example "
         "sk.algorithms.ring().": (make, "pod", {"reduce": none}),
+        "diloco: reduce= must be an Algorithm without error feedback, because no exchange keeps what it left out for "
+        f"the next; got {FEEDBACK}. Leave out feedback=True.": (make, "pod", {"reduce": FEEDBACK}),
     }
     for sentence, (make_step, axis, options) in wrong.items():
         assert refused(lambda: sk.diloco(make_step, OUTER, mesh=mesh, axis=axis, **options)) == sentence

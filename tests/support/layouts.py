@@ -37,5 +37,5 @@ class Specs(NamedTuple):
 
 def specs(layouts: Any) -> Any:
     """The Specs of each LeafLayout in a tree."""
-    of = lambda x: Specs(x.rest, x.seen, x.update, x.grad if x.lazy else None, x.entry, x.padded, x.varies)  # noqa: E731
+    of = lambda x: Specs(x.rest, x.seen, x.update, x.grad if x.lazy else None, x.opened_before_loss, x.padded, x.varies)  # noqa: E731
     return map_layouts(of, layouts)

@@ -63,8 +63,8 @@ def _check_gather(
         f"all_gather over {quoted(axes)} sends each device {size - piece:,} bytes, and the slice at "
         f"{find_line(use.equation, use.block.context)}, its only use, takes {piece:,}.",
         find_line(equation, block.context),
-        "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different one on "
-        "each device.",
+        "Send only that piece: nothing for a device's own, which it has before; shift for a neighbor's, broadcast for "
+        "one device's, all_to_all for a different one on each device.",
     )
 
 
@@ -79,7 +79,7 @@ def _check_sum(
     if size * (n - 1) // n < program.small:
         return
     for dim in range(result.aval.ndim):
-        if _takes_own(use, dim, n, axes):
+        if _takes_different(use, dim, n, axes):
             yield Finding(
                 "all-reduce-then-slice",
                 f"all_reduce over {quoted(axes)} sends {2 * size * (n - 1) // n:,} bytes, and the slice at "
@@ -94,7 +94,7 @@ def _choose_remedy(block: Block, equation: Any, dim: int) -> str:
     in_backward = block.context.backward or compat.in_backward(equation)
     if in_backward and not compat.is_recomputed(equation):
         return "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
-    return f"Use reduce_scatter with dim={dim}, which sends half."
+    return f"Use reduce_scatter with dim={dim}, which sends half and leaves each device its own piece."
 
 
 def _takes_one(use: Use, dim: int, n: int) -> bool:
@@ -112,7 +112,7 @@ def _takes_one(use: Use, dim: int, n: int) -> bool:
     return bool(use.equation.params["slice_sizes"][dim] * n == operand.aval.shape[dim])
 
 
-def _takes_own(use: Use, dim: int, n: int, axes: tuple[str, ...]) -> bool:
+def _takes_different(use: Use, dim: int, n: int, axes: tuple[str, ...]) -> bool:
     """Whether a use slices 1/n of `dim`, and all other dims whole, at a different index on each device of `axes`."""
     if use.name != "dynamic_slice" or use.position:
         return False

@@ -65,7 +65,7 @@ class Differences:
         """Notes the comparison of x with y at a place: side, equation and part of the equation."""
         difference = to_number(field, subtract(field, x, y))
         asked = (difference.poison == 0) & (difference.infinite == 0)
-        valid = np.broadcast_to(field.valid(difference.used[0]), difference.number.shape)
+        valid = np.broadcast_to(field.valid(difference.used), difference.number.shape)
         self.by_place[*place, self._times[place]] = Difference(difference.number, difference.real[0], asked, valid)
         self._times[place] += 1
 

@@ -54,14 +54,14 @@ class Effort(NamedTuple):
     Attributes:
         draws: the least number of draws of real inputs.
         most: their largest number, while a comparison has not gone both ways.
-        kinds: the kinds of inputs of the draws behind the first (`Field.kind`).
+        kinds: the kinds of inputs of the draws behind the first (`Settings.kind`).
         scaled: the kinds of further draws, as long as a comparison has not gone both ways.
         identified: in how many of the draws it is found out which differences are compared.
         ties: the number of draws in which some inputs are equal.
         crossed: the number of draws in which single elements are put where a comparison changes its answer.
         floats: of how many inputs floats choose those of further draws, if results depend on comparisons.
         zeros: the number of draws of programs without comparisons in which elements are put where a divisor is zero.
-        orders: the numbers of the random orders, in turn, until all comparisons have gone both ways.
+        orders: the numbers of the random orders that may be tried, until all comparisons have gone both ways.
         foreign_orders: the least number of orders where only one side makes a comparison.
     """
 

@@ -15,7 +15,6 @@ from jax import lax
 
 from shardkit._jax.jaxprs import kind_of
 from shardkit.testing._compare import is_float
-from shardkit.testing.exact.numbers.arithmetic import multiply
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import (
     Bench,
@@ -53,7 +52,7 @@ def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> It
             for function in _TERMS:
                 equation = trace_equation(function, aval, 2)
                 words = f"{equation.primitive.name} of {bench.call.name} and what nothing reads"
-                change = _combine_with(bench, equation, variable, added)
+                change = _combine_result(bench, equation, variable, added)
                 yield Repair(Cost.UNREAD_FACTOR, words, change, behind=True)
 
 
@@ -74,7 +73,7 @@ def repair_unread_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any
             for function in _TERMS:
                 equation = trace_equation(function, operand.aval, 2)
                 words = f"{bench.call.name} of {equation.primitive.name} of its operand and what nothing reads"
-                yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, equation, number, variable))
+                yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, number, equation, variable))
 
 
 def repair_joined_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
@@ -89,28 +88,7 @@ def repair_joined_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair
     for variable, function in itertools.product(_select(alike), (lax.bitwise_and, lax.bitwise_or)):
         equation = trace_equation(function, aval, 2)
         words = f"{equation.primitive.name} of {bench.call.name} and another mask"
-        yield Repair(Cost.OPERAND, words, _join_masks(bench, equation, variable), behind=True)
-
-
-def _join_masks(bench: Bench, equation: Any, variable: Any) -> EquationChange:
-    """The function of a mask and another one."""
-
-    @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        return bench.interpreter.step(equation, [results[0], values[variable]])
-
-    return change
-
-
-def _combine_operand(bench: Bench, equation: Any, number: int, variable: Any) -> EquationChange:
-    """Reads the function of operand `number` and another variable in place of that operand."""
-
-    @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        [combined] = bench.interpreter.step(equation, [operands[number], values[variable]])
-        return bench.rerun(replace_item(operands, number, combined))
-
-    return change
+        yield Repair(Cost.OPERAND, words, _combine_result(bench, equation, variable), behind=True)
 
 
 def _list_added_dims(shape: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -133,21 +111,41 @@ def repair_term(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
     for variable, function in itertools.product(_select(alike), _TERMS):
         equation = trace_equation(function, aval, 2)
         words = f"{equation.primitive.name} of {bench.call.name} and another value"
-        yield Repair(Cost.FACTOR, words, _combine_with(bench, equation, variable), behind=True)
+        yield Repair(Cost.FACTOR, words, _combine_result(bench, equation, variable), behind=True)
 
 
-def _combine_with(bench: Bench, equation: Any, variable: Any, added: tuple[int, ...] = ()) -> EquationChange:
+def _combine_result(bench: Bench, equation: Any, variable: Any, added: tuple[int, ...] = ()) -> EquationChange:
     """The function of the result and another variable, which gets dims `added` of size 1, counted from the end."""
 
     @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        x = lift_operand(bench.field, values[variable])
-        # Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
-        if added:
-            x = x.move(lambda part: np.expand_dims(part, added))
-        return bench.interpreter.step(equation, [results[0], x])
+        return bench.interpreter.step(equation, [results[0], _add_dims(bench, values[variable], added)])
 
     return change
+
+
+def _combine_operand(
+    bench: Bench, number: int, equation: Any, variable: Any, added: tuple[int, ...] = ()
+) -> EquationChange:
+    """Reads the function of operand `number` and another variable, with dims `added`, in place of that operand."""
+
+    @FunctionChange
+    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+        another = _add_dims(bench, values[variable], added)
+        [combined] = bench.interpreter.step(equation, [operands[number], another])
+        return bench.rerun(replace_item(operands, number, combined))
+
+    return change
+
+
+def _add_dims(bench: Bench, x: Operand, added: tuple[int, ...]) -> Operand:
+    """An array with further dims of size 1.
+
+    Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
+    """
+    if not added:
+        return x
+    return lift_operand(bench.field, x).move(lambda part: np.expand_dims(part, added))
 
 
 def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
@@ -183,10 +181,14 @@ def _repair_factor_of_operand(
     """Variables as factors of an operand: unread ones with some of its dims, and others of its type."""
     operand = bench.call.equation.invars[number]
     words = f"another factor of {bench.call.name}"
+    product = trace_equation(lax.mul, operand.aval, 2)
     # An unread factor [t] of an operand [t, d] may be missing.
     for variable in others:
         if variable in unread and _is_leading(variable.aval, operand.aval):
-            yield Repair(Cost.UNREAD_FACTOR, words, _multiply_operand(bench, number, variable))
+            # A factor [t] of an operand [t, d] becomes [t, 1].
+            missing = len(operand.aval.shape) - len(variable.aval.shape)
+            added = tuple(range(-missing, 0))
+            yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, number, product, variable, added))
     if not isinstance(bench.call.operands[number], Exact):
         return
     candidates = _select(alike)
@@ -196,7 +198,7 @@ def _repair_factor_of_operand(
         candidates = [*candidates, operand]
     for variable in candidates:
         if variable not in unread:
-            yield Repair(Cost.FACTOR, words, _multiply_operand(bench, number, variable))
+            yield Repair(Cost.FACTOR, words, _combine_operand(bench, number, product, variable))
 
 
 def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Iterator[Repair]:
@@ -259,22 +261,6 @@ def read_instead(bench: Bench, number: int, variable: Any) -> EquationChange:
     @FunctionChange
     def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
         return bench.rerun(replace_item(operands, number, values[variable]))
-
-    return change
-
-
-def _multiply_operand(bench: Bench, number: int, variable: Any) -> EquationChange:
-    """Multiplies operand `number` by another variable, which has the first dims of that operand."""
-
-    @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        x = lift_operand(bench.field, operands[number])
-        factor = lift_operand(bench.field, values[variable])
-        # A factor [t] of an operand [t, d] becomes [t, 1].
-        missing = len(x.shape) - len(factor.shape)
-        if missing:
-            factor = factor.move(lambda part: part.reshape(part.shape + (1,) * missing))
-        return bench.rerun(replace_item(operands, number, multiply(bench.field, x, factor)))
 
     return change
 

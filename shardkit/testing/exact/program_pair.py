@@ -140,7 +140,7 @@ class ProgramPair:
         Args:
             points: the number of random points.
             order: the number of a random order; None for a draw.
-            kind: the kind of the inputs of a draw (`Field.kind`).
+            kind: the kind of the inputs of a draw (`Settings.kind`).
         """
         scale = 0
         redrawn = 0
@@ -442,7 +442,7 @@ class ProgramPair:
 
     def _check_depth(self, field: Field, a: Exact, b: Exact) -> None:
         """Refuses results for which no prime is left that exps and logarithms have not used up."""
-        used = int(max(a.used.max(initial=0), b.used.max(initial=0)))
+        used = int(max(a.both_used.max(initial=0), b.both_used.max(initial=0)))
         field.notes.deepest = max(field.notes.deepest, used)
         # A factor of a logarithm is compared by its exp.
         logs = field.notes.logs or a.factor is not None or b.factor is not None

@@ -39,7 +39,7 @@ from shardkit.testing.exact.rules.operands import Operand, lift_operand
 from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_suspects
 
 # How many repaired runs are tried at most, and how many equations all of them may have together. The values of most
-# equations are recalled from the first run, so that this is a minute of the largest programs that are proved.
+# equations are recalled from the first run, so that this is a minute or two of the largest programs that are proved.
 MOST_RUNS, _MOST_EQUATIONS = 2500, 600_000
 # Fewer runs of a compiled program: the compiler has rewritten the mistake, so that the repair of one equation seldom
 # repairs it.

@@ -111,12 +111,12 @@ gathered for the neighbor's piece
     all_gather over 'model' sends each device 6,144 bytes, and the slice at
     divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only use, takes
     2,048.
-    => Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different one on
-    each device.
+    => Send only that piece: nothing for a device's own, which it has before; shift for a neighbor's, broadcast for
+    one device's, all_to_all for a different one on each device.
 reduced for its own piece
     all_reduce over 'model' sends 3,072 bytes, and the slice at {line_of(divergent._own_rows)}, its only use, keeps
     1/4 of dim 0 on each device.
-    => Use reduce_scatter with dim=0, which sends half.
+    => Use reduce_scatter with dim=0, which sends half and leaves each device its own piece.
 gradients reduced in place
     no result of the program depends on all_reduce over 'data', 'model' of float32[8,64], and the program goes on with
     the operand.

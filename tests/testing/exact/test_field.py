@@ -140,7 +140,7 @@ def test_constants_are_the_rationals_that_they_stand_for():
     for i, (value, sign, infinite) in enumerate(CONSTANTS):
         ratio = simplest(float(np.float32(value)), np.float32)
         assert found.number[:, i].tolist() == [residue(ratio, prime_of(k)) for k in range(len(FIELD.residues.moduli))]
-        assert (found.sign[i], found.infinite[i], found.used[:, i].tolist()) == (sign, infinite, [0, 0])
+        assert (found.sign[i], found.infinite[i], found.both_used[:, i].tolist()) == (sign, infinite, [0, 0])
     third = multiply(FIELD, FIELD.lift(np.float32([1 / 3])), FIELD.lift(np.float32([3])))
     assert (third.number == 1).all() and not found.degree.total
     assert [simplest(v, np.float32) for v in (0.125, float(np.float32(1e-5)))] == [Fraction(1, 8), Fraction(1, 100_000)]
@@ -321,7 +321,7 @@ def test_the_square_of_a_root_is_what_it_is_of():
 def test_the_primes_that_exps_use_up():
     field = Field(Settings(2, 7))
     once, twice = exp(field, X), exp(field, exp(field, X))
-    assert (once.used[0] == 1).all() and (twice.used[0] == 2).all()
+    assert (once.used == 1).all() and (twice.used == 2).all()
     for found in (
         add(field, once, twice),
         subtract(field, X, twice),
@@ -332,13 +332,13 @@ def test_the_primes_that_exps_use_up():
         sum_dims(field, twice, [1]),
         to_bits(field, twice, "float32"),
     ):
-        assert (found.used[0] == 2).all() and not found.used[1].any()
-    assert add(field, log(field, once), log(field, twice)).used[:, 0, 0].tolist() == [0, 2]
+        assert (found.used == 2).all() and not found.factor_used.any()
+    assert add(field, log(field, once), log(field, twice)).both_used[:, 0, 0].tolist() == [0, 2]
     logs = log(field, twice)
-    assert (logs.used[0] == 0).all() and (logs.used[1] == 2).all()
-    assert (exp(field, logs).used[0] == 2).all()  # exp(log x) is x again
-    assert not field.notes.logs and (to_number(field, logs).used[0] == 1).all() and field.notes.logs
-    assert exp(field, LITTLE).used[0].tolist() == [[0] * 3] * 2  # a zero
+    assert (logs.used == 0).all() and (logs.factor_used == 2).all()
+    assert (exp(field, logs).used == 2).all()  # exp(log x) is x again
+    assert not field.notes.logs and (to_number(field, logs).used == 1).all() and field.notes.logs
+    assert exp(field, LITTLE).used.tolist() == [[0] * 3] * 2  # a zero
     valid = Field(Settings(2, 7)).valid(np.array([0, 3], np.int8))
     assert valid[:, 0].all() and valid[:, 1].tolist() == [False] * 6 + [True] * (2 * LEVELS - 6)
     assert field.valid(np.array([0]))[:, 0].tolist() == [True] * (2 * LEVELS - 2) + [False] * 2
@@ -348,7 +348,7 @@ def test_exps_and_logarithms_keep_their_laws_and_no_other():
     field = Field(Settings(2, 7, order=0))
     both = exp(field, add(field, X, Y)), multiply(field, exp(field, X), exp(field, Y))
     assert find_equal(field, *both).all()
-    valid = field.valid(both[0].used[0])
+    valid = field.valid(both[0].used)
     np.testing.assert_array_equal(both[0].number[valid], both[1].number[valid])
     assert find_equal(field, exp(field, log(field, X)), X).all()
     product = log(field, multiply(field, X, Y))

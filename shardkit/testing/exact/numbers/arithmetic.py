@@ -44,7 +44,7 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
     sign = np.where(x.sign == y.sign, x.sign, 0)
     # inf - inf is NaN, 1e30 + 1 stays HUGE: what floats would make of them.
     infinite, poison = add_infinities(field, x, y)
-    used = np.maximum(x.used, y.used)
+    used = np.maximum(x.both_used, y.both_used)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
     # c sqrt(x) + d sqrt(x) is (c + d) sqrt(x); a sum of other terms is a multiple of no root.
     roots = None
@@ -59,8 +59,8 @@ def negate(field: Field, x: Exact) -> Exact:
     # -(a + log f) is -a + log(1 / f).
     factor = None
     if x.factor is not None:
-        factor = field.invert_residues(x.factor, x.used[1])
-    facts = build_facts(x.shape, -x.sign, -x.infinite, x.used[0], x.used[1], x.poison)
+        factor = field.invert_residues(x.factor, x.factor_used)
+    facts = build_facts(x.shape, -x.sign, -x.infinite, x.used, x.factor_used, x.poison)
     return replace(x, number=(p - x.number) % p, facts=facts, real=-x.real, factor=factor, is_power=False)
 
 
@@ -79,7 +79,7 @@ def multiply(field: Field, x: Exact, y: Exact) -> Exact:
     p = field.residues.primes_of(x.number)
     number = x.number * y.number % p
     infinite, poison = multiply_infinities(field, x, y)
-    used = np.maximum(x.used[0], y.used[0])
+    used = np.maximum(x.used, y.used)
     facts = build_facts(number.shape[1:], x.sign * y.sign, infinite, used, poison=poison)
     degree = x.degree.times(y.degree)
     roots = None
@@ -125,7 +125,7 @@ def power(field: Field, x: Exact, n: int) -> Exact:
     if n % 2 == 0:
         sign = 1
     infinite = np.where(x.is_truly_infinite, TRULY * np.sign(x.infinite) ** n, 0)
-    facts = build_facts(x.shape, sign, infinite, x.used[0], poison=x.poison)
+    facts = build_facts(x.shape, sign, infinite, x.used, poison=x.poison)
     number = field.residues.power(x.number, n)
     degree = x.degree.to_the(n)
     return field.settle(Exact(number, facts, x.real**n, None, degree, x.roots, x.is_power))
@@ -152,7 +152,7 @@ def invert(field: Field, x: Exact) -> Exact:
         poison = x.poison
     # 1 / inf is a zero like any other: it has a meaning in all components.
     number = np.where(x.is_truly_infinite, np.uint64(0), number)
-    used = np.where(x.is_truly_infinite, 0, x.used[0])
+    used = np.where(x.is_truly_infinite, 0, x.used)
     facts = build_facts(x.shape, x.sign, infinite, used, poison=poison)
     return field.settle(Exact(number, facts, 1 / x.real, None, degree, roots, x.is_power))
 
@@ -160,13 +160,13 @@ def invert(field: Field, x: Exact) -> Exact:
 def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | None, Degree]:
     """The residues of 1 / x, the ids of the roots of which they are multiples, and their degree."""
     if x.roots is None:
-        number = field.invert_residues(x.number, x.used[0])
+        number = field.invert_residues(x.number, x.used)
         return number, None, field.degree_of_inverses(x.degree, x.number[0].size)
     if field.laws.roots.ids_of_squares(x.roots).any():
         # x is the root of a multiple of a root, such as sqrt(sqrt(y)). 1 / x is x / x**2, and x**2 has fewer roots.
         squares = multiply(field, x, x)
         inverse, roots_of_inverse, degree = _invert_numbers(field, squares)
-        facts = build_facts(x.shape, used=x.used[0])
+        facts = build_facts(x.shape, used=x.used)
         quotient = multiply(
             field,
             Exact(x.number, facts, x.real, None, x.degree, x.roots),
@@ -176,7 +176,7 @@ def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | No
     # 1 / (c sqrt(y)) is sqrt(y) / (c y). The number is c h of a root h, and y / h**2 takes it to c y / h.
     divisor = x.number * field.laws.roots.corrections(x.roots[0]) % field.residues.primes_of(x.number)
     degree_of_divisor = x.degree.times(field.laws.roots.degree_of_squares)
-    inverse = field.invert_residues(divisor, x.used[0])
+    inverse = field.invert_residues(divisor, x.used)
     degree = field.laws.roots.degree.times(field.degree_of_inverses(degree_of_divisor, x.number[0].size))
     return inverse, x.roots, degree
 
@@ -202,7 +202,7 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
     sign = np.where(is_positive, 1, np.where(is_negative, -1, 0))
     # [...] without the dims, or with size 1 in their place.
     infinite, poison = sum_infinities(field, x, dims, keep)
-    used = x.used.max(dims_of_parts, keepdims=keep, initial=0)
+    used = x.both_used.max(dims_of_parts, keepdims=keep, initial=0)
     facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
     real = x.real.sum(dims_of_parts, keepdims=keep)
     roots = None
@@ -235,8 +235,8 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
         return sum_dims(field, terms, [len(terms.shape) - 2])
     number = field.residues.matmul(x.number, y.number)
     # [..., m, 1] and [..., 1, n]: a sum has used up as many primes as the worst of its terms.
-    used_of_rows = x.used[0].max(-1, keepdims=True, initial=0)
-    used_of_columns = y.used[0].max(-2, keepdims=True, initial=0)
+    used_of_rows = x.used.max(-1, keepdims=True, initial=0)
+    used_of_columns = y.used.max(-2, keepdims=True, initial=0)
     used = np.maximum(used_of_rows, used_of_columns)
     infinite: Any = 0
     poison: Any = 0

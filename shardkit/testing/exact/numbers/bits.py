@@ -29,7 +29,7 @@ def to_bits(field: Field, x: Exact, dtype: str) -> Exact:
     for word, residues, facts, real in elements:
         field.laws.numbers_of_bits[dtype, word.tobytes()] = residues, facts, real
     field.laws.degree_of_bits = field.laws.degree_of_bits.plus(x.degree)
-    facts = build_facts(x.shape, used=x.used[0], poison=x.poison)
+    facts = build_facts(x.shape, used=x.used, poison=x.poison)
     return Exact(words, facts, np.full(x.real.shape, math.nan), degree=INPUT)
 
 

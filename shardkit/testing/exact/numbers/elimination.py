@@ -185,7 +185,7 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
         x = np.where(is_free & (pivot != 0), reduced, x)
     # [components, ...]; by chance a component may have a lower rank, and none a higher one.
     ranks = (~is_free).sum((-2, -1))
-    valid = field.valid(a.used[0].max((-2, -1), initial=0))
+    valid = field.valid(a.used.max((-2, -1), initial=0))
     return np.asarray(np.where(valid, ranks, 0).max(0))
 
 

@@ -9,20 +9,25 @@ each of some random points, modulo each prime of a tower.
 
 Why a tower: an exp leads from one prime p to the next one, q = 2 p + 1 (`tower.py`). The number 4 has order p modulo q:
 4**p is 1. So 4**(a + b) = 4**a 4**b depends on a and b modulo p alone, and is an exponential function from the numbers
-modulo p to those modulo q. Worked example, with the primes 5, 11, 23:
+modulo p to those modulo q. The residues of x modulo p and modulo q are drawn independently of each other, so that
+exp(x) is to the other numbers modulo q as random as one more input: a polynomial of both is tested as any other. That
+exps of different arguments, as of x and of x * x, have independent values is an assumption, which a certificate states.
+Worked example, with the primes 5, 11, 23:
 
     modulo            5                 11                       23
     x                 3                 7                        19
     exp(x)            no component      4**3 = 9 (from x mod 5)  4**7 = 8 (from x mod 11)
     exp(exp(x))       no component      no component             4**9 = 13
 
-So each exp uses up the lowest prime that was left, and a logarithm that is needed as a number uses up the highest. Two
-numbers are compared in the components that both have (`valid`).
+So each exp uses up the lowest prime that was left. A logarithm leads back, from q to p: it is kept as its argument, the
+`factor` of an array, and where it is needed as a number, it has no value modulo the highest prime, above which there is
+no other. Two numbers are compared in the components that both have (`valid`).
 
 Residues have no order, and comparisons need one. A run decides them in one of two ways. In a "draw", real inputs are
-drawn beside the residues, and every operation is done on them too, in float64. They say which of two numbers is larger,
-so that each branch is taken for inputs that exist. In an "order", real values decide nothing: numbers are put
-into a random total order, so that a branch is taken that no draw has reached (see `orders.py`).
+drawn beside the residues, and every operation is done on them too, in float64. The residue of an input has nothing to
+do with its real value: residues say whether two numbers are equal, real values which of two is larger, so that each
+branch is taken for inputs that exist. In an "order", real values decide nothing: numbers are put into a random total
+order, so that a branch is taken that no draw has reached (see `orders.py`).
 
 NaN is a kind of its own: infinity less infinity, zero times infinity, 0 / 0, an element that a gather reads out of
 bounds. It spreads as in floats, and equals no number. A value from outside of the domain of a function, as the
@@ -133,9 +138,10 @@ class Field:
     Attributes:
         settings: what this field was made of.
         choices: what a search has chosen for the run.
-        compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32.
-        coverage: notes which way comparisons went; None if nothing does.
-        memory: recalls the results of a first run; None if nothing does.
+        compiled: whether a side is a compiled program: random bits are jax's own, and constants are of float32. What
+            proves compiled programs sets it.
+        coverage: notes which way comparisons went; None if nothing does. `ProgramPair` sets it.
+        memory: recalls the results of a first run; None if nothing does. A search for the line sets it.
         residues: the primes and the points, with the arithmetic of residues.
         marks: which integers follow from floats.
         computed: which float constants the programs computed, and how.
@@ -160,7 +166,7 @@ class Field:
 
     @property
     def side(self) -> int | None:
-        """The side of a comparison that runs, if its comparisons are noted."""
+        """Which of the two programs runs, if its comparisons of numbers are noted."""
         if self.coverage is None:
             return None
         side: int = self.coverage.side
@@ -180,7 +186,7 @@ class Field:
 
     @property
     def end_level(self) -> int:
-        """One more than the highest prime that is compared."""
+        """One more than the highest prime that is compared; one less after the first logarithm that became a number."""
         if self.notes.logs:
             return self.settings.levels - 1
         return self.settings.levels
@@ -195,15 +201,15 @@ class Field:
         return (level >= used) & (level < self.end_level)
 
     def is_zero(self, x: Exact) -> np.ndarray:
-        """bool [...]: which elements are zero at all points."""
+        """bool [...]: which elements are zero at all points; notes how many primes the answer needs."""
         # A component without a meaning is passed over. Behind more exps than there are primes none has a meaning, and
         # there is no answer.
-        used = int(x.used[0].max(initial=0))
+        used = int(x.used.max(initial=0))
         # Noted, so that a further run has as many primes as this question needs.
         self.notes.deepest = max(self.notes.deepest, used)
         if used >= self.end_level:
             raise TooDeepError
-        zero = ((x.number == 0) | ~self.valid(x.used[0])).all(0)
+        zero = ((x.number == 0) | ~self.valid(x.used)).all(0)
         if x.factor is not None:  # number + log(factor), and log(1) is zero
             zero = zero & (x.factor == 1).all(0)
         return zero & (x.infinite == 0) & (x.poison == 0)
@@ -261,11 +267,12 @@ class Field:
         sign = np.where(special, np.sign(x.infinite), x.sign)
         infinite = np.where(no_number, 0, x.infinite)
         used = np.where(special, 0, x.used)
-        facts = build_facts(x.shape, sign, infinite, used[0], used[1], x.poison)
+        factor_used = np.where(special, 0, x.factor_used)
+        facts = build_facts(x.shape, sign, infinite, used, factor_used, x.poison)
         roots = x.roots
         if roots is not None:
             roots = np.where(special, NO_ROOT, roots)
-        return Exact(number, facts, real, factor, x.degree, roots, x.is_power)
+        return dataclasses.replace(x, number=number, facts=facts, real=real, factor=factor, roots=roots)
 
     def like(self, **changes: Any) -> Field:
         """A field of the same settings but for `changes`, with the same chosen elements, which has noted nothing.
@@ -277,7 +284,7 @@ class Field:
         return other
 
     def with_laws_of_roots(self) -> Field:
-        """The same field, which has noted nothing, and in which multiples of roots are followed through products."""
+        """A field like this one, in which multiples of roots are followed through products."""
         other = self.like(laws_of_roots=True)
         # The other field reads degrees of this one's roots, which name divisions by their numbers: it counts on from
         # them, so that a division of its own gets no number twice.
@@ -285,7 +292,7 @@ class Field:
         return other
 
     def with_folded(self, folded: Mapping[Constant, Folded]) -> Field:
-        """The same field, which has noted nothing, and in which some constants stand for exact values."""
+        """A field like this one, in which some constants stand for exact values."""
         other = self.like()
         other.choices.folded = {**self.choices.folded, **folded}
         return other
@@ -297,10 +304,10 @@ class Field:
         computed = self.computed.find(x)
         if computed is not None:
             return computed
-        return self.lift_rounded(x)
+        return self.lift_as_stored(x)
 
-    def lift_rounded(self, x: Any) -> Exact:
-        """A constant array as it is, also if the program computed it."""
+    def lift_as_stored(self, x: Any) -> Exact:
+        """A constant array as its floats are, also if the program computed them."""
         x = np.asarray(x)
         if x.size > MOST_KEPT:
             lifted = lift_array(x, self.residues, self.choices.folded)
@@ -336,35 +343,39 @@ class Field:
         Inputs are drawn from the numbers other than zero modulo that prime p: p - 1 values. The exp of a number is a
         power of 4, of which there are (p - 1) / 2 modulo p: as many as the prime below.
         """
-        # The highest prime that is compared, by its number in the whole tower. This field has the highest primes of the
-        # tower: its prime 0 is prime `first` there.
-        first = LEVELS - self.settings.levels
-        largest = first + self.end_level - 1
+        # This field has the highest primes of the tower: its lowest one has the number `lowest` there.
+        lowest = LEVELS - self.settings.levels
+        largest = lowest + self.end_level - 1
         if self.notes.exps:
-            largest -= 1
+            largest -= 1  # as many values as the prime below, see above
         return PRIMES[largest] - 1
 
     def chance(self, degree: Degree) -> float:
         """A bound of the chance that two different results of this degree agree at all points.
 
-        Their difference is a polynomial of inputs, inverses and values of functions. Multiplied by each divisor as
-        often as its inverse may occur in one term, it is one of inputs and values alone. All primes are compared, so
-        the largest one bounds how rarely it is zero at one point: its degree over the number of values that a variable
-        may have there. Points at which a divisor is zero are drawn again, which is as rare a zero.
+        It assumes that functions of different arguments have independent values, and that a difference is no multiple
+        of the largest prime. `docs/howto/prove_for_all_inputs.md` derives each line.
 
         Worked example: `x @ w` has degree 2. The largest prime is 2.4e9, so that two different results of that degree
         agree at one point with a chance of at most 2 / 2.4e9, and at three points with one of 5e-28.
         """
+        # The difference of two results is a polynomial of inputs, inverses and values of functions. Multiplied by each
+        # divisor as often as its inverse may occur in one term, it is one of inputs and values alone.
         total = degree.total
         weights = 0
         for power, weight in degree.inverses.values():
             total += power * weight
             weights += weight
+        # At one point it is zero with a chance of its degree over the number of values of a variable (Schwartz and
+        # Zippel). All primes are compared: the largest one bounds it best.
         points = self.settings.points
         agreeing = min(1.0, total / self.variety) ** points
-        smallest = int(self.residues.moduli[0])
-        # Each prime is twice the one before, so all together are at most twice the chance of the smallest.
-        redrawn = 2 * points * weights / smallest
-        # The points are random on the condition that no divisor is zero there: dividing by the chance of that. Of SEEDS
-        # tries one succeeded, so that the chance is not taken for less than 1 / SEEDS.
-        return min(1.0, agreeing / max(1 - redrawn, 1 / SEEDS))
+        # Points at which a divisor is zero modulo some prime are drawn again. Each prime is twice the one before, so
+        # that all together are at most twice as likely as the smallest to have one.
+        redrawn = 2 * points * weights / int(self.residues.moduli[0])
+        # Each further draw of points is one more chance to agree: 1 / (1 - redrawn) draws are expected, and more than
+        # SEEDS are never made.
+        draws = float(SEEDS)
+        if redrawn < 1:
+            draws = min(SEEDS, 1 / (1 - redrawn))
+        return min(1.0, agreeing * draws)

@@ -67,10 +67,10 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     arguments = [to_number(field, x) for x in operands]
     number = _draw_values(field, name, arguments)
     # A prime that one of the arguments has used up has no meaning in the result either.
-    used = arguments[0].used[0]
+    used = arguments[0].used
     poison = arguments[0].poison
     for x in arguments[1:]:
-        used = np.maximum(used, x.used[0])
+        used = np.maximum(used, x.used)
         poison = np.maximum(poison, x.poison)
     shape = number.shape[1:]
     # A function that numpy does not have, as a function of a test, is unknown in real numbers too.

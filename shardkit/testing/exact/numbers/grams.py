@@ -179,6 +179,6 @@ def _find_kept_block(
 
 def mask_used(field: Field, a: Exact) -> np.ndarray:
     """The numbers of matrices, zero in the components that have no meaning: by these bytes they are kept."""
-    used = a.used[0].max((-2, -1), initial=0)
+    used = a.used.max((-2, -1), initial=0)
     has_meaning = field.residues.levels_of_components(used.ndim) >= used
     return np.where(has_meaning[..., None, None], a.number, np.uint64(0))

@@ -42,13 +42,13 @@ def exp(field: Field, x: Exact) -> Exact:
     """exp, one prime higher; 0 where x is minus infinity."""
     field.notes.exps = True
     number = field.residues.exp(x.number)
-    used = x.used[0] + 1
+    used = x.used + 1
     degree = CONSTANT
     if x.degree.total:
         degree = INPUT  # a random function of its argument, which counts as an input does
     if x.factor is not None:
         number = number * x.factor % field.residues.primes_of(number)
-        used = np.maximum(used, x.used[1])
+        used = np.maximum(used, x.factor_used)
         degree = degree.times(x.degree)
     # exp(-inf) is 0, also of a constant that stands for -inf in a mask. That zero has a meaning in all components.
     number = np.where(x.is_low, np.uint64(0), number)
@@ -77,7 +77,7 @@ def log(field: Field, x: Exact) -> Exact:
         poison = np.maximum(poison, np.where(happens_to_be_negative, OUTSIDE, 0))
     # The whole number moves to the factor, with the primes that it has used up.
     factor = np.where(zero, np.uint64(1), x.number)
-    facts = build_facts(x.shape, 0, infinite, 0, x.used[0], poison)
+    facts = build_facts(x.shape, 0, infinite, 0, x.used, poison)
     return field.settle(Exact(np.zeros_like(x.number), facts, np.log(x.real), factor, x.degree))
 
 
@@ -87,7 +87,7 @@ def to_number(field: Field, x: Exact) -> Exact:
         return x
     # log(1) is 0 in every way, and uses up no prime. Any other log(x) is one prime lower than x.
     is_one = (x.factor == 1).all(0)
-    used = np.where(is_one, x.used[0], np.maximum(x.used[0], x.used[1] - 1))
+    used = np.where(is_one, x.used, np.maximum(x.used, x.factor_used - 1))
     number = x.number
     if not is_one.all():
         field.notes.logs = True
@@ -95,8 +95,8 @@ def to_number(field: Field, x: Exact) -> Exact:
         # The logarithm of the factor is minus the logarithm of 1 / factor. The inverse is taken because zero has no
         # logarithm: where the factor is zero at one of the points by chance, it asks for another draw.
         factor, is_root = _find_squares(field, x.factor)
-        inverse = field.invert_residues(factor, x.used[1])
-        used_of_factor = np.where(is_one, 0, x.used[1])
+        inverse = field.invert_residues(factor, x.factor_used)
+        used_of_factor = np.where(is_one, 0, x.factor_used)
         logarithm = (p - field.residues.log(inverse, used_of_factor)) % p
         half = (p + np.uint64(1)) // np.uint64(2)
         logarithm = np.where(is_root, logarithm * half % p, logarithm)
@@ -131,14 +131,14 @@ def multiply_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:
         # -3 log(f) is log(1 / f**3).
         factor = field.residues.power(x.factor_or_ones, abs(multiple))
         if multiple < 0:
-            factor = field.invert_residues(factor, x.used[1])
+            factor = field.invert_residues(factor, x.factor_used)
         infinite = x.infinite * np.sign(multiple)
     else:
         is_one = (y.number == 1).all(0)
         factor = np.where(is_one, x.factor_or_ones, np.uint64(1))
         infinite = x.infinite * is_one
     factor = np.broadcast_to(factor, number.shape)
-    facts = build_facts(number.shape[1:], 0, infinite, x.used[0], x.used[1], x.poison)
+    facts = build_facts(number.shape[1:], 0, infinite, x.used, x.factor_used, x.poison)
     return Exact(number, facts, x.real * y.real, factor, x.degree)
 
 

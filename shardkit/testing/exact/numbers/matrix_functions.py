@@ -68,7 +68,7 @@ def apply_matrix_function(
     def spread(of_matrix: np.ndarray) -> np.ndarray:
         return np.broadcast_to(of_matrix.reshape(*of_matrix.shape, *ones), number.shape[1:])
 
-    used = spread(a.used[0].max((-2, -1)))
+    used = spread(a.used.max((-2, -1)))
     poison = spread(find_poison(field, a))
     facts = build_facts(number.shape[1:], sign, 0, used, poison=poison)
     return field.settle(Exact(number, facts, real, degree=INPUT))

@@ -37,7 +37,7 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
     """float64 [...]: the place of each element in the order, equal where the numbers are; NaN for no number."""
     field.notes.compared += 1
     x = to_number(field, x)
-    used = int(x.used[0].max(initial=0))
+    used = int(x.used.max(initial=0))
     field.notes.deepest = max(field.notes.deepest, used)
     if used >= field.settings.levels - 1:
         raise TooDeepError
@@ -205,7 +205,7 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
     x = to_number(field, x)
     y = to_number(field, y)
     # A component is compared where it has a meaning on both sides.
-    valid = field.valid(np.maximum(x.used[0], y.used[0]))
+    valid = field.valid(np.maximum(x.used, y.used))
     equal = ((x.number == y.number) | ~valid).all(0)
     if x.special or y.special:
         is_infinite = x.is_truly_infinite | y.is_truly_infinite

@@ -26,7 +26,7 @@ def square_root(field: Field, x: Exact) -> Exact:
     root = apply_function(field, "sqrt", x, sign=1)
     # The residues of a root are the key by which its square is found.
     columns = zip(list_columns(root.number), list_columns(x.number), strict=True)
-    facts = zip(root.poison.flat, x.used[0].flat, strict=True)
+    facts = zip(root.poison.flat, x.used.flat, strict=True)
     for (word, square), (poison, used) in zip(columns, facts, strict=True):
         if not poison:
             field.laws.roots.squares[word.tobytes()] = Square(square, int(used), x.is_power)
@@ -51,7 +51,7 @@ def find_squares(field: Field, x: Exact) -> Exact | None:
             squares.append(square.number)
     number = np.stack(squares, 1).reshape(x.number.shape)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
-    facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
+    facts = build_facts(x.shape, 1, infinite, x.used, poison=x.poison)
     return field.settle(Exact(number, facts, x.real**2, degree=field.laws.roots.degree_of_squares))
 
 
@@ -60,7 +60,7 @@ def find_squares(field: Field, x: Exact) -> Exact | None:
 
 def _find_roots(field: Field, x: Exact, root: Exact) -> Exact:
     """The root that was drawn for x, or the multiple of one that was drawn before."""
-    valid = field.valid(x.used[0])
+    valid = field.valid(x.used)
     is_one = ((x.number == 1) | ~valid).all(0)
     is_drawn = ~is_one & ~field.is_zero(x) & (root.poison == 0) & (root.infinite == 0)
     keys = _list_keys(x.number, valid)
@@ -74,7 +74,7 @@ def _find_roots(field: Field, x: Exact, root: Exact) -> Exact:
         numbers = root.number.reshape(len(root.number), -1)[:, chosen]
         squares = x.number.reshape(len(x.number), -1)[:, chosen]
         ids_of_squares = x.roots_or_zeros.reshape(-1)[chosen]
-        _add_roots(field, numbers, squares, x.used[0].reshape(-1)[chosen], ids_of_squares, x.degree)
+        _add_roots(field, numbers, squares, x.used.reshape(-1)[chosen], ids_of_squares, x.degree)
 
     # Each element by itself, in row-major order.
     ids = np.zeros(is_one.size, np.int32)
@@ -301,7 +301,7 @@ def raise_power(field: Field, x: Exact, exponent: Fraction) -> Exact:
     exponents = np.concatenate([exponents[:points], exponents[:-points]])
     number = raise_residues(x.number, exponents, p)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
-    facts = build_facts(x.shape, 1, infinite, x.used[0], poison=x.poison)
+    facts = build_facts(x.shape, 1, infinite, x.used, poison=x.poison)
     return field.settle(Exact(number, facts, x.real ** float(exponent), degree=x.degree, is_power=True))
 
 

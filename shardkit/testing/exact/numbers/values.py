@@ -160,7 +160,17 @@ class Exact:
 
     @property
     def used(self) -> np.ndarray:
-        """int8 [2, ...], the used primes of number and factor: exp(x) of an input has used one, exp(exp(x)) two."""
+        """int8 [...], how many primes are used up on the way to the number: one by exp(x), two by exp(exp(x))."""
+        return self.facts[USED]
+
+    @property
+    def factor_used(self) -> np.ndarray:
+        """int8 [...], how many are used up on the way to the factor: one by log(exp(x) + 1), whose number is 0."""
+        return self.facts[FACTOR_USED]
+
+    @property
+    def both_used(self) -> np.ndarray:
+        """int8 [2, ...]: `used` and `factor_used`."""
         return self.facts[USED : FACTOR_USED + 1]
 
     @property
@@ -206,7 +216,7 @@ class Exact:
 
     def with_sign(self, sign: int) -> Exact:
         """The same numbers, with a sign that is known for all inputs."""
-        facts = build_facts(self.shape, sign, self.infinite, self.used[0], self.used[1], self.poison)
+        facts = build_facts(self.shape, sign, self.infinite, self.used, self.factor_used, self.poison)
         return replace(self, facts=facts)
 
 

@@ -125,14 +125,14 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
         else:
             [exact] = apply_rule(scope, equation, lifted)
     except UnsupportedError:
-        return field.lift_rounded(result)
+        return field.lift_as_stored(result)
     if name in _MOVES:
         return exact
     # The rules know little of the sign of a sum, and a constant has one.
     zero = field.is_zero(exact)
     real = np.where(zero, 0.0, exact.real)
     sign = np.where(real[0] < 0, -1, 1)
-    facts = build_facts(exact.shape, sign, 0, exact.used[0], exact.used[1], exact.poison)
+    facts = build_facts(exact.shape, sign, 0, exact.used, exact.factor_used, exact.poison)
     degree = exact.degree
     if name in _FUNCTIONS:
         degree = degree.plus(INPUT)  # exp has a random base, and a root is drawn

@@ -159,7 +159,7 @@ def _add_facts(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) 
     facts = writing.write(operand.facts, updates.facts, False)
     # Nothing here tells which updates reach an element: a sign is known only if all numbers have it.
     facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
-    facts[USED] = max(operand.used[0].max(initial=0), updates.used[0].max(initial=0))
+    facts[USED] = max(operand.used.max(initial=0), updates.used.max(initial=0))
     infinite = writing.write(_as_part(operand.infinite), _as_part(updates.infinite), True)
     facts[INFINITE] = np.sign(infinite[0])
     if not operand.special and not updates.special:
