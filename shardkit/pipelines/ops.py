@@ -6,7 +6,7 @@ and discards the result (masked), or takes an empty branch (branched).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from shardkit.on_device.batch import row
 from shardkit.pipelines.pieces import Piece, PieceArguments, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
 
-Fields = dict[str, Any]  # a row of the table: numbers by field, and a `CommonEnd` by the name of the end
 Leaves = list[jax.Array]
 Fn = Callable[..., Any]
 # `(layers, args, residuals, dy) -> (layers, dx, weight_residuals)`: a stage's backward pass. `layers` are the sums of
@@ -44,13 +43,20 @@ class CommonEnd(NamedTuple):
     share: RunShare  # in how many ticks of the segment
 
 
-class LoopState(NamedTuple):
-    """The carry of the loop over ticks. A buffer is a list of arrays `[slots, ...]`."""
+class TickRow(NamedTuple):
+    """What a device does in a tick: its row of the table, and which ends all devices run together."""
 
-    inputs: Leaves
-    saved: Leaves
-    cotangents: Leaves
-    weight_residuals: Leaves
+    fields: Mapping[str, jax.Array]  # a number for each of `schedules.table.FIELDS`
+    common_ends: Mapping[str, CommonEnd]
+
+
+class LoopState(NamedTuple):
+    """The carry of the loop over ticks: buffers, lists of arrays `[slots, ...]` by the names of the table, and sums."""
+
+    inputs: Leaves  # of stages
+    saved: Leaves  # residuals of F, for B or I
+    cotangents: Leaves  # of the outputs of stages
+    kept: Leaves  # residuals of I, for W
     sums: Sums
 
 
@@ -119,14 +125,14 @@ class Ops(NamedTuple):
     # the arguments of embed and head by microbatch, where all devices run them together; None where one of them does
     find_common: Callable[[Any], PieceArguments] | None
 
-    def forward(self, state: LoopState, fields: Fields) -> tuple[LoopState, Leaves]:
+    def forward(self, state: LoopState, tick: TickRow) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
-        args = self._find_op_arguments(fields, "forward")
-        x = row(state.inputs, fields["forward_input"])
-        on = fields["forward_on"] > 0
+        args = self._find_op_arguments(tick, "forward")
+        x = row(state.inputs, tick.fields["forward_input"])
+        on = tick.fields["forward_on"] > 0
 
         def run() -> Any:
-            stage_input = self._embed_on_first(fields, "forward", args, x)
+            stage_input = self._embed_on_first(tick, "forward", args, x)
             if self.saves:
                 return self.pieces.forward(args, stage_input)
             return self.pieces.stage(args, stage_input), []
@@ -136,37 +142,37 @@ class Ops(NamedTuple):
 
         y, residuals = self.exclusion.run(on, run, skip)
         if self.saves:
-            state = state._replace(saved=write_slot(state.saved, fields["forward_saved"], [*residuals, *y]))
+            state = state._replace(saved=write_slot(state.saved, tick.fields["forward_saved"], [*residuals, *y]))
         if not self.train:
-            means = self._add_means(state.sums.means, fields, args, y)
+            means = self._add_means(state.sums.means, tick, args, y)
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
-    def _add_means(self, means: Any, fields: Fields, args: PieceArguments, y: Leaves) -> Any:
+    def _add_means(self, means: Any, tick: TickRow, args: PieceArguments, y: Leaves) -> Any:
         """The means in an evaluation, to which the last stage adds the means of the head."""
-        is_last = (fields["forward_stage"] == self.last) & (fields["forward_on"] > 0)
-        args, runs = self._find_end(fields, "head", args, is_last)
+        is_last = (tick.fields["forward_stage"] == self.last) & (tick.fields["forward_on"] > 0)
+        args, runs = self._find_end(tick, "head", args, is_last)
 
         def run_head() -> Any:
             return add_terms(means, self.pieces.head(self.shared, args, y))
 
         return self._choose(runs, run_head, lambda: means, self.pieces.head)
 
-    def backward(self, state: LoopState, fields: Fields) -> tuple[LoopState, Leaves]:
+    def backward(self, state: LoopState, tick: TickRow) -> tuple[LoopState, Leaves]:
         """B: the gradients of a stage's input and of its weights."""
 
         def run_stage(
             layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
         ) -> tuple[Leaves, Leaves, Leaves]:
             grads, dx = self.pieces.backward(args, residuals, dy)
-            layers = self._add_to_chunk(layers, grads, fields["backward_chunk"], fields["backward_on"] > 0)
+            layers = self._add_to_chunk(layers, grads, tick.fields["backward_chunk"], tick.fields["backward_on"] > 0)
             return layers, dx, []
 
-        state, dx, _ = self._run_backward(state, fields, run_stage, [])
+        state, dx, _ = self._run_backward(state, tick, run_stage, [])
         return state, dx
 
-    def input_gradient(self, state: LoopState, fields: Fields, whole: bool) -> tuple[LoopState, Leaves]:
-        """I: the gradient of a stage's input. Where `whole`, some devices run B in this tick: I, and W at once."""
+    def input_gradient(self, state: LoopState, tick: TickRow, some_run_both: bool) -> tuple[LoopState, Leaves]:
+        """I: the gradient of a stage's input. In this tick some devices may run B: I, and W at once."""
         halves = self.halves
         assert halves
 
@@ -174,54 +180,56 @@ class Ops(NamedTuple):
             layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
         ) -> tuple[Leaves, Leaves, Leaves]:
             dx, weight_residuals = halves.first(*jax.tree.leaves((args, residuals, dy)))
-            if whole:
-                is_whole = fields["backward_on"] == 1
-                layers = self._add_weight_gradients(layers, args, weight_residuals, fields["backward_chunk"], is_whole)
+            if some_run_both:
+                runs_both = tick.fields["backward_on"] == 1
+                layers = self._add_weight_gradients(
+                    layers, args, weight_residuals, tick.fields["backward_chunk"], runs_both
+                )
             return layers, dx, weight_residuals
 
-        state, dx, weight_residuals = self._run_backward(state, fields, run_stage, halves.residuals)
-        slots = write_slot(state.weight_residuals, fields["backward_kept"], weight_residuals)
-        return state._replace(weight_residuals=slots), dx
+        state, dx, weight_residuals = self._run_backward(state, tick, run_stage, halves.residuals)
+        slots = write_slot(state.kept, tick.fields["backward_kept"], weight_residuals)
+        return state._replace(kept=slots), dx
 
-    def weight_gradient(self, state: LoopState, fields: Fields) -> LoopState:
+    def weight_gradient(self, state: LoopState, tick: TickRow) -> LoopState:
         """W: the gradients of a stage's weights, from the residuals of I."""
-        args = self._find_op_arguments(fields, "weight")
-        residuals = row(state.weight_residuals, fields["weight_kept"])
-        on = fields["weight_on"] > 0
-        layers = self._add_weight_gradients(state.sums.layers, args, residuals, fields["weight_chunk"], on)
+        args = self._find_op_arguments(tick, "weight")
+        residuals = row(state.kept, tick.fields["weight_kept"])
+        on = tick.fields["weight_on"] > 0
+        layers = self._add_weight_gradients(state.sums.layers, args, residuals, tick.fields["weight_chunk"], on)
         return state._replace(sums=state.sums._replace(layers=layers))
 
     def _run_backward(
-        self, state: LoopState, fields: Fields, run_stage: StageBackward, weight_residuals: list[Any]
+        self, state: LoopState, tick: TickRow, run_stage: StageBackward, weight_residuals: list[Any]
     ) -> tuple[LoopState, Leaves, Leaves]:
         """A backward pass: through the stage, after the head on the last and before the embedding on the first.
 
         Args:
             state: buffers and sums.
-            fields: the row of the table.
+            tick: the row of the table.
             run_stage: the backward pass of the stage.
             weight_residuals: the shapes of the weight residuals that it returns.
 
         Returns:
             The state, dx, and the residuals of weight gradients.
         """
-        args = self._find_op_arguments(fields, "backward")
-        on = fields["backward_on"]
-        stage_input = row(state.inputs, fields["backward_input"])
-        saved = row(state.saved, fields["backward_saved"])
-        received = row(state.cotangents, fields["backward_cotangent"])
+        args = self._find_op_arguments(tick, "backward")
+        on = tick.fields["backward_on"]
+        stage_input = row(state.inputs, tick.fields["backward_input"])
+        saved = row(state.saved, tick.fields["backward_saved"])
+        received = row(state.cotangents, tick.fields["backward_cotangent"])
         activations = len(self.pieces.x)
 
         def run(sums: Sums) -> Any:
-            is_first = self._is_first(fields, "backward")
+            is_first = self._is_first(tick, "backward")
             if self.saves:
                 residuals = saved[:-activations]
                 y = saved[-activations:]
             else:
-                y, residuals = self.pieces.forward(args, self._embed_on_first(fields, "backward", args, stage_input))
-            means, shared, dy = self._run_head_backward(sums, fields, args, y, received)
+                y, residuals = self.pieces.forward(args, self._embed_on_first(tick, "backward", args, stage_input))
+            means, shared, dy = self._run_head_backward(sums, tick, args, y, received)
             layers, dx, weight_residuals = run_stage(sums.layers, args, residuals, dy)
-            shared = self._run_embed_backward(shared, fields, args, dx, is_first)
+            shared = self._run_embed_backward(shared, tick, args, dx, is_first)
             return Sums(layers, shared, means), dx, weight_residuals
 
         def skip(sums: Sums) -> Any:
@@ -232,11 +240,11 @@ class Ops(NamedTuple):
         return state._replace(sums=sums), dx, residuals
 
     def _run_head_backward(
-        self, sums: Sums, fields: Fields, args: PieceArguments, y: Leaves, received: Leaves
+        self, sums: Sums, tick: TickRow, args: PieceArguments, y: Leaves, received: Leaves
     ) -> tuple[Any, Any, Leaves]:
         """Means, sums of shared gradients, and dy: the last stage gets dy from the head, others from the next stage."""
-        is_last = (fields["backward_stage"] == self.last) & (fields["backward_on"] > 0)
-        args, runs = self._find_end(fields, "head", args, is_last)
+        is_last = (tick.fields["backward_stage"] == self.last) & (tick.fields["backward_on"] > 0)
+        args, runs = self._find_end(tick, "head", args, is_last)
 
         def run_head() -> Any:
             means, grads, dy = self.pieces.head_backward(self.shared, args, y, self.scale)
@@ -247,9 +255,9 @@ class Ops(NamedTuple):
 
         return self._choose(runs, run_head, skip, self.pieces.head_backward)
 
-    def _run_embed_backward(self, shared: Any, fields: Fields, args: PieceArguments, dx: Leaves, is_first: Any) -> Any:
+    def _run_embed_backward(self, shared: Any, tick: TickRow, args: PieceArguments, dx: Leaves, is_first: Any) -> Any:
         """Sums of shared gradients; the first stage adds the gradients of the embedding."""
-        args, runs = self._find_end(fields, "embed_gradient", args, is_first)
+        args, runs = self._find_end(tick, "embed_gradient", args, is_first)
 
         def run_embed() -> Leaves:
             first_dx = self._select_own(is_first, dx, [jnp.zeros_like(x) for x in dx])
@@ -257,12 +265,12 @@ class Ops(NamedTuple):
 
         return self._choose(runs, run_embed, lambda: shared, self.pieces.embed_backward)
 
-    def _embed_on_first(self, fields: Fields, op: str, args: PieceArguments, x: Leaves) -> Leaves:
+    def _embed_on_first(self, tick: TickRow, op: str, args: PieceArguments, x: Leaves) -> Leaves:
         """The stage's input: on the first stage the result of the embedding, elsewhere `x`, as received."""
         embed = self.pieces.embed
-        is_first = self._is_first(fields, op)
+        is_first = self._is_first(tick, op)
         end = "embed" if op == "forward" else "embed_gradient"
-        args, runs = self._find_end(fields, end, args, is_first)
+        args, runs = self._find_end(tick, end, args, is_first)
 
         def run_embed() -> Leaves:
             return self._select_own(is_first, embed(self.shared, args), x)
@@ -290,17 +298,19 @@ class Ops(NamedTuple):
             out.append(lax.dynamic_update_index_in_dim(total, new, index, 0))
         return out
 
-    def _find_op_arguments(self, fields: Fields, op: str) -> PieceArguments:
+    def _find_op_arguments(self, tick: TickRow, op: str) -> PieceArguments:
         """The arguments of the pieces in an op of this row."""
-        args = self.find_arguments(fields[f"{op}_stage"], fields[f"{op}_chunk"], fields[f"{op}_microbatch"])
+        args = self.find_arguments(
+            tick.fields[f"{op}_stage"], tick.fields[f"{op}_chunk"], tick.fields[f"{op}_microbatch"]
+        )
         return args._replace(keys=jax.tree.map(jax.random.clone, args.keys))  # other ops draw the same, as intended
 
-    def _is_first(self, fields: Fields, op: str) -> Any:
-        return (fields[f"{op}_stage"] == 0) & (fields[f"{op}_on"] > 0)
+    def _is_first(self, tick: TickRow, op: str) -> Any:
+        return (tick.fields[f"{op}_stage"] == 0) & (tick.fields[f"{op}_on"] > 0)
 
     # ---- embedding and head on one device, or spread over all
 
-    def _find_end(self, fields: Fields, end: str, args: PieceArguments, is_own: Any) -> tuple[PieceArguments, Any]:
+    def _find_end(self, tick: TickRow, end: str, args: PieceArguments, is_own: Any) -> tuple[PieceArguments, Any]:
         """The arguments of embedding or head, and whether this device runs it.
 
         On one device, only the device of the first or last stage runs it, `is_own`. Spread, all devices run it together
@@ -309,9 +319,9 @@ class Ops(NamedTuple):
         """
         if self.find_common is None:
             return args, is_own
-        if end not in fields:
+        if end not in tick.common_ends:
             return args, False
-        common = fields[end]
+        common = tick.common_ends[end]
         if common.share.runs == common.share.ticks:
             return self.find_common(common.microbatch), True
         return self.find_common(jnp.maximum(common.microbatch, 0)), common

@@ -21,12 +21,14 @@ cotangents to the left. The program of the segment is a scan over its three rows
 At the start of tick 5 device 0 writes dx to its slot 0 and reads it for 0B1, and device 1 writes y to its slot 0 and
 reads it for 1F2. Both devices send and receive both ways in every tick: what nobody needs goes to a slot that is free.
 
-More words. Embedding and head are "spread" where the plan of their leaves lays them out over the pipe axis: then all
-devices run them together, each with its part, and not the first and the last stage alone. The table's `ends` say in
-which ticks. If these are not all ticks of a segment, a branch leaves the end out, which all devices take in the same
-ticks. A buffer is "crowded" where in some tick a device has no free slot in it: an arrival that the device does not
-need is then dropped. Examples are split into microbatches, the stack is reshaped by chunk, leaves are partitioned into
-floats and others, and a backward pass is cut into halves, I and W.
+In the words of Megatron a chunk is a virtual stage, I is dgrad and W wgrad. Examples are split into microbatches, the
+stack is reshaped by chunk, leaves are partitioned into floats and others, and a backward pass is cut into halves, I and
+W.
+
+Embedding and head are "spread" where the plan of their leaves lays them out over the pipe axis: then all devices run
+them together, each with its part, and not the first and the last stage alone. The table's `ends` say in which ticks. If
+these are not all ticks of a segment, a branch leaves the end out, which all devices take in the same ticks. A buffer is
+"crowded" where in some tick a device has no free slot in it: an arrival that the device does not need is then dropped.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
 from shardkit.pipelines.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipelines.in_sequence import compute_in_sequence, count_layers, find_starts
-from shardkit.pipelines.ops import Branched, CommonEnd, Fields, LoopState, Masked, Ops, Sums, write_slot
+from shardkit.pipelines.ops import Branched, CommonEnd, LoopState, Masked, Ops, Sums, TickRow, write_slot
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule
 from shardkit.schedules.action import device_of
 from shardkit.schedules.stages import Stages
-from shardkit.schedules.table import ENDS, FIELDS, Segment, Table, buffer_of
+from shardkit.schedules.table import ENDS, FIELDS, Move, Segment, Table
 
 Mode = Literal["masked", "branch"]
 
@@ -72,21 +74,22 @@ def build_grad_fn(
     """The GradFn of a model in pieces."""
     check_trained(trained)
     model.check()
-    execution = Execution(model, schedule, stages, mode, recompute)
+    run = PipelineRun(model, schedule, stages, mode, recompute)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        # Leaves that are opened just before the loss; `_finish_gradient` takes their gradients back to the parts.
+        # Leaves that are opened just before the loss; `_reduce_opened` takes their gradients back to the parts.
         opened = open_before_loss(params)
-        if is_loss_alone():
+        if is_loss_alone():  # asked by what compares the loss with one device's (`gradient.loss_alone`): no gradients
             means = dict(compute_in_sequence(model, schedule, stages, opened, batch, keys))
             return means.pop("loss"), means, jax.tree.map(jnp.zeros_like, parts(params))
-        sums = execution.sum_microbatches(opened, batch, keys, scale)
+        sums = run.sum_microbatches(opened, batch, keys, scale)
         stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
         grads = sums.shared | {stages.stack: stack_grads}
-        grads = jax.tree.map(_finish_gradient, params, grads, is_leaf=is_handle)
+        grads = jax.tree.map(_reduce_opened, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
         leaves = TrainedLeaves({name: grads[name] for name in params}, trained)
-        return means.pop("loss"), means, leaves.with_zeros(leaves.select())  # zeros for frozen leaves
+        # The gradients of the trained leaves as they are, and zeros for frozen ones.
+        return means.pop("loss"), means, leaves.with_zeros(leaves.select())
 
     return PipelineGradFn(stages, grad_fn, schedule)
 
@@ -100,7 +103,7 @@ def _join_chunks(sums: Sequence[jax.Array], stack: Any) -> Any:
     return jax.tree.unflatten(tree, grads)
 
 
-def _finish_gradient(node: Any, grad: Any) -> Any:
+def _reduce_opened(node: Any, grad: Any) -> Any:
     """The gradient of a leaf as it leaves the GradFn: that of its part, if it was opened before the loss."""
     if is_handle(node) and node.opened_before_loss:
         return reduce_to_part(node, grad)
@@ -111,10 +114,11 @@ def build_loss(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mod
     """The loss of a model in pieces, by the forward actions of the schedule."""
     model.check()
     forward = schedule.forward()
-    execution = Execution(model, forward, stages, mode, train=False)
+    run = PipelineRun(model, forward, stages, mode, train=False)
 
+    # The step has opened the leaves that are opened before the loss.
     def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
-        means = dict(execution.sum_microbatches(params, batch, keys).means)
+        means = dict(run.sum_microbatches(params, batch, keys).means)
         return means.pop("loss"), means
 
     return PipelineLoss(stages, loss, forward)
@@ -142,11 +146,20 @@ class _DeviceInputs(NamedTuple):
         return self.find_arguments(0, 0, microbatch)
 
 
-class Execution(NamedTuple):
-    """A model in pieces and how it is run."""
+class _Pipe(NamedTuple):
+    """The pipe axis, as a device sees it."""
+
+    names: tuple[str, ...]  # the mesh axes that it is made of
+    live: tuple[str, ...]  # the same; () where it has one device, and nothing is sent
+    device: jax.Array  # the place of this device along it
+    is_spread: bool  # whether all devices run embedding and head together, each with its part of the shared leaves
+
+
+class PipelineRun(NamedTuple):
+    """A model in pieces, and how it is run."""
 
     model: StagedModel  # the pieces
-    schedule: Schedule  # the table
+    schedule: Schedule  # which device runs what in which tick
     stages: Stages  # which layers are where
     mode: Mode  # in an op of another device, a device computes too and discards it ("masked"), or waits ("branch")
     recompute: bool = False  # whether backward passes compute their residuals again
@@ -154,52 +167,74 @@ class Execution(NamedTuple):
 
     def sum_microbatches(self, params: Any, batch: Any, keys: Any, scale: Any = 1) -> Sums:
         """The sums over all microbatches on this device."""
-        where = self.model.where
-        devices = self.schedule.devices
-        last_stage = devices * self.schedule.chunks - 1
-        names = bound(where, self.stages.axis)
-        self._check(names, params, (batch, keys))
-        live = live_axes(where, names, *jax.tree.leaves(params))  # the pipe's axes; () on one device
-        device = axis_index(names) if live else jnp.int32(0)
-        # Spread: all devices run embed and head together, each with its part of the shared leaves.
-        spread = self.stages.spread is not None and bool(live)
-        shared = unseal_handles(dict(params))
-        layers = vary(shared.pop(self.stages.stack), live)
-        if not spread:
-            shared = vary(shared, live)  # gradients stay unreduced until the step sums them
+        pipe = self._find_pipe(params, (batch, keys))
+        layers, shared = self._mark_varying(params, pipe)
+        counts = count_layers(self.stages, self.schedule.devices, layers)
+        inputs = self._arrange_inputs(layers, counts, (batch, keys))
+        pieces = self._trace_pieces(inputs, shared, pipe)
+        self._check_collectives(pieces, pipe)
+        table = self.schedule.table(saved=not self.recompute, spread=pipe.is_spread)
+        halves = self._find_halves(pieces, table)
+        ops = self._make_ops(pieces, inputs, shared, scale, halves, pipe)
+        wraps = self.schedule.chunks > 1 and self.schedule.placement == "loop"
+        runner = TableRunner(table, ops, pipe.live or None, wraps)
+        return runner.run(jax.tree.leaves(parts(inputs.stacks)), pipe.device)
 
-        sizes = count_layers(self.stages, self.schedule.devices, layers)
-        inputs = self._arrange_inputs(layers, sizes, (batch, keys))
-        zero = vary(jnp.int32(0), live)
+    def _find_pipe(self, params: Any, examples: Any) -> _Pipe:
+        """The pipe axis, after a check of what does not fit the schedule."""
+        where = self.model.where
+        names = bound(where, self.stages.axis)
+        self._check(names, params, examples)
+        live = live_axes(where, names, *jax.tree.leaves(params))
+        device = axis_index(names) if live else jnp.int32(0)
+        return _Pipe(names, live, device, self.stages.spread is not None and bool(live))
+
+    def _mark_varying(self, params: Any, pipe: _Pipe) -> tuple[Any, dict[str, Any]]:
+        """The stack of layers and the shared leaves, marked as varying over the pipe.
+
+        So their gradients stay sums of this device, which the step reduces once after the last tick: jax would reduce
+        that of an unmarked leaf in every tick. A spread leaf is a part already, and its gradient is this device's own.
+        """
+        shared = unseal_handles(dict(params))
+        layers = vary(shared.pop(self.stages.stack), pipe.live)
+        if not pipe.is_spread:
+            shared = vary(shared, pipe.live)
+        return layers, shared
+
+    def _trace_pieces(self, inputs: _DeviceInputs, shared: Any, pipe: _Pipe) -> Pieces:
+        """The pieces, traced for the arguments of any stage and microbatch."""
+        zero = vary(jnp.int32(0), pipe.live)
         common = None
         owner = None
-        if spread:
+        if pipe.is_spread:
             common = eval_shape(inputs.find_common, jnp.int32(0))
             # The device of the last stage: the heads read its output.
-            owner = device_of(last_stage, devices, self.schedule.placement)
+            owner = device_of(self._last_stage, self.schedule.devices, self.schedule.placement)
         example = eval_shape(inputs.find_arguments, zero, zero, zero)
-        pieces = Pieces(self.model, shared, example, live, min(sizes), common, owner)
-        self._check_collectives(pieces, names, bool(live))
+        return Pieces(self.model, shared, example, pipe.live, int(inputs.counts.min()), common, owner)
 
-        table = self.schedule.table(saved=not self.recompute, spread=spread)
-        ops = Ops(
-            pieces,
-            inputs.find_arguments,
-            shared,
-            jnp.asarray(scale, jnp.float32),
-            last=last_stage,
+    def _make_ops(
+        self, pieces: Pieces, inputs: _DeviceInputs, shared: Any, scale: Any, halves: TwoHalves | None, pipe: _Pipe
+    ) -> Ops:
+        return Ops(
+            pieces=pieces,
+            find_arguments=inputs.find_arguments,
+            shared=shared,
+            scale=jnp.asarray(scale, jnp.float32),
+            last=self._last_stage,
             saves=self.train and not self.recompute,
             train=self.train,
-            halves=self._find_halves(pieces, table),
+            halves=halves,
             exclusion=Branched() if self.mode == "branch" else Masked(),
-            find_common=inputs.find_common if spread else None,
+            find_common=inputs.find_common if pipe.is_spread else None,
         )
-        wraps = self.schedule.chunks > 1 and self.schedule.placement == "loop"
-        executor = Executor(table, ops, live or None, wraps)
-        return executor.run(jax.tree.leaves(parts(inputs.stacks)), device)
 
-    def _arrange_inputs(self, layers: Any, sizes: tuple[int, ...], examples: Any) -> _DeviceInputs:
-        """Layers by chunk, and batch and keys by microbatch."""
+    @property
+    def _last_stage(self) -> int:
+        return self.schedule.devices * self.schedule.chunks - 1
+
+    def _arrange_inputs(self, layers: Any, counts: tuple[int, ...], examples: Any) -> _DeviceInputs:
+        """Layers by chunk, and batch and keys by microbatch; `counts` are the numbers of layers of all stages."""
         chunks = self.schedule.chunks
 
         def reshape_by_chunk(leaf: jax.Array) -> jax.Array:
@@ -207,7 +242,7 @@ class Execution(NamedTuple):
 
         microbatches = split_microbatches(examples, self.schedule.microbatches)
         stacks = jax.tree.map(reshape_by_chunk, layers)
-        return _DeviceInputs(stacks, microbatches, find_starts(sizes), np.array(sizes, np.int32))
+        return _DeviceInputs(stacks, microbatches, find_starts(counts), np.array(counts, np.int32))
 
     def _check(self, names: tuple[str, ...], params: Any, examples: Any) -> None:
         """Refuses a mesh, parameters or examples that the schedule does not fit."""
@@ -234,7 +269,7 @@ class Execution(NamedTuple):
                 "for other microbatches."
             )
 
-    def _check_collectives(self, pieces: Pieces, names: tuple[str, ...], is_pipeline: bool) -> None:
+    def _check_collectives(self, pieces: Pieces, pipe: _Pipe) -> None:
         """Refuses collectives of the pieces that would wait for devices that do something else."""
         if self.mode == "branch":
             if self.train:
@@ -242,19 +277,19 @@ class Execution(NamedTuple):
             else:
                 traced = [pieces.embed, pieces.stage, pieces.head]
             jaxprs = [piece.jaxpr for piece in traced]
-            refuse_divergent(f"{self.model.where}: mode='branch'", jaxprs, names, "Use mode='masked'.")
-        elif is_pipeline:
+            refuse_divergent(f"{self.model.where}: mode='branch'", jaxprs, pipe.names, "Use mode='masked'.")
+        elif pipe.live:
             traced = [pieces.stage]
             if self.stages.spread is None:
                 traced += [pieces.embed, pieces.head_backward if self.train else pieces.head]
-            refuse_mixed(self.model.where, [piece.jaxpr for piece in traced], names)
+            refuse_mixed(self.model.where, [piece.jaxpr for piece in traced], pipe.names)
 
     def _find_halves(self, pieces: Pieces, table: Table) -> TwoHalves | None:
         """The two halves of a backward pass, where the schedule has I and W, and the stage can be cut."""
         if not self.train or not any("I" in segment.ops for segment in table.segments):
             return None
         halves = pieces.halves
-        if not halves.whole:
+        if not halves.uncut:
             return halves
         warnings.warn(
             f"{self.model.where}: the schedule splits backward passes, but those of this stage run whole, in place of "
@@ -264,7 +299,15 @@ class Execution(NamedTuple):
         return None
 
 
-class Executor(NamedTuple):
+class _Ticks(NamedTuple):
+    """What a device reads of the table in some ticks, each with the tick as dim 0."""
+
+    fields: jax.Array  # int32 [ticks, fields], this device's rows, by `FIELDS`
+    # int32 [ticks, ends], by `ENDS`, the same on all devices; None where no ends are run by all devices together
+    ends: jax.Array | None
+
+
+class TableRunner(NamedTuple):
     """Runs a table."""
 
     table: Table  # ticks, ops and slots
@@ -275,25 +318,25 @@ class Executor(NamedTuple):
     def run(self, layers: list[jax.Array], device: Any) -> Sums:
         """All ticks of this device; `layers` are the parts of the stack, `[chunks, layers, ...]`."""
         state = self._allocate_state(layers)
-        # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
+        # A constant of the program, in as few bytes as hold its numbers, of which a device reads its rows once.
         table = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
-        column = lax.dynamic_index_in_dim(table, device, 1, keepdims=False).astype(jnp.int32)
+        fields = lax.dynamic_index_in_dim(table, device, 1, keepdims=False).astype(jnp.int32)
         # Spread: for each tick, which microbatch all devices embed together, and for which they run the head.
         ends = jnp.asarray(self.table.ends) if self.ops.find_common else None
+        all_ticks = _Ticks(fields, ends)
         for segments, times in _find_rounds(self.table.segments):
-            begin = segments[0].begin
-            ticks = sum(segment.ticks for segment in segments)
-            rows = _slice_rows((column, ends), begin, times * ticks)
+            length = sum(segment.ticks for segment in segments)
+            ticks = _slice_ticks(all_ticks, segments[0].begin, times * length)
             run_round = partial(self._run_round, segments, times)
             if times == 1:
-                state, _ = run_round(state, rows)
+                state, _ = run_round(state, ticks)
             else:
-                state, _ = lax.scan(run_round, state, _reshape_by_round(rows, times))
+                state, _ = lax.scan(run_round, state, _reshape_by_round(ticks, times))
         return state.sums
 
     def _allocate_state(self, layers: list[jax.Array]) -> LoopState:
         """Buffers with as many slots as the table needs, and sums, all of zeros."""
-        slots = self.table.buffers
+        counts = self.table.buffers
         pieces = self.ops.pieces
 
         def allocate(count: int, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -310,43 +353,52 @@ class Executor(NamedTuple):
             _, residuals = pieces.forward.out
             saved = [*residuals, *pieces.x]
         cotangents, _ = pieces.differentiable.partition(pieces.x)
+        weight_residuals = self.ops.halves.residuals if self.ops.halves else []
         return LoopState(
-            allocate(slots["inputs"], pieces.x),
-            allocate(slots["saved"], saved),
-            allocate(slots["cotangents"], cotangents),
-            allocate(slots["kept"], self.ops.halves.residuals if self.ops.halves else []),
-            sums,
+            inputs=allocate(counts["inputs"], pieces.x),
+            saved=allocate(counts["saved"], saved),
+            cotangents=allocate(counts["cotangents"], cotangents),
+            kept=allocate(counts["kept"], weight_residuals),
+            sums=sums,
         )
 
     def _run_round(
-        self, segments: Sequence[Segment], times: int, state: LoopState, rows: Any
+        self, segments: Sequence[Segment], times: int, state: LoopState, ticks: _Ticks
     ) -> tuple[LoopState, None]:
-        """The ticks of consecutive segments, which run so many times; `rows` are those of the table."""
-        width = sum(segment.ticks for segment in segments)
+        """The ticks of consecutive segments, once; `times` says how often the program runs them."""
+        length = sum(segment.ticks for segment in segments)
         for segment in segments:
-            fields, ends = _slice_rows(rows, segment.begin - segments[0].begin, segment.ticks)
-            columns = np.array([FIELDS.index(field) for field in segment.moves], int)
-            # The row of a tick names the slots for what it sends, and `_run_tick` writes them at the start of the next
-            # tick: the rows of slots are shifted by one. In the first tick nothing has arrived, and slot 0 is written
-            # with its own content; what the last tick sends is written after the scan.
-            slots = jnp.concatenate([jnp.zeros((1, len(columns)), jnp.int32), fields[:, columns]])
-            arrivals = [row(getattr(state, buffer_of(field)), 0) for field in segment.moves]
-            shares = self._find_shares(segment, width, times)
-            run_tick = partial(self._run_tick, segment, shares)
-            (state, arrivals), _ = lax.scan(run_tick, (state, arrivals), (fields, ends, slots[:-1]))
-            state = self._write_arrivals(state, segment, arrivals, slots[-1])
+            ticks_of_segment = _slice_ticks(ticks, segment.begin - segments[0].begin, segment.ticks)
+            shares = self._find_shares(segment, length, times)
+            state = self._run_segment(segment, shares, state, ticks_of_segment)
         return state, None
 
-    def _find_shares(self, segment: Segment, width: int, times: int) -> dict[str, RunShare]:
+    def _run_segment(self, segment: Segment, shares: dict[str, RunShare], state: LoopState, ticks: _Ticks) -> LoopState:
+        """All ticks of a segment: a scan."""
+        # The row of a tick names the slots for what it sends, and `_run_tick` writes them at the start of the next
+        # tick: the slots are shifted by one. In the first tick nothing has arrived, and slot 0 is written with its own
+        # content; what the last tick sends is written after the scan.
+        #
+        # Worked example: three ticks, of which one move sends to the slots 2, 0 and 1. The slots are [0, 2, 0, 1]: at
+        # the start of the ticks 0, 2 and 0 are written, and 1 after the last.
+        numbers_of_fields = np.array([FIELDS.index(move.field) for move in segment.moves], int)
+        nothing_yet = jnp.zeros((1, len(numbers_of_fields)), jnp.int32)
+        slots = jnp.concatenate([nothing_yet, ticks.fields[:, numbers_of_fields]])
+        arrivals = [row(getattr(state, move.buffer), 0) for move in segment.moves]
+        run_tick = partial(self._run_tick, segment, shares)
+        (state, arrivals), _ = lax.scan(run_tick, (state, arrivals), (ticks, slots[:-1]))
+        return self._write_arrivals(state, segment, arrivals, slots[-1])
+
+    def _find_shares(self, segment: Segment, length: int, times: int) -> dict[str, RunShare]:
         """Which pieces all devices run together in ticks of a segment, and in how many of its ticks.
 
-        The segment is in a round of `width` ticks, which runs `times` times.
+        The segment is in a round of `length` ticks, which runs `times` times.
         """
         if self.ops.find_common is None:
             return {}
         ticks: list[int] = []
         for number in range(times):
-            begin = segment.begin + number * width
+            begin = segment.begin + number * length
             ticks += range(begin, begin + segment.ticks)
         counts = (self.table.ends[ticks] >= 0).sum(axis=0)
         shares = {}
@@ -355,65 +407,59 @@ class Executor(NamedTuple):
                 shares[end] = RunShare(int(count), len(ticks))
         return shares
 
-    def _run_tick(self, segment: Segment, shares: dict[str, RunShare], carry: Any, rows: Any) -> tuple[Any, None]:
-        """One tick: writes what has arrived, computes, and sends."""
+    def _run_tick(
+        self, segment: Segment, shares: dict[str, RunShare], carry: Any, tick_and_slots: tuple[_Ticks, jax.Array]
+    ) -> tuple[Any, None]:
+        """One tick: writes what has arrived to its slots, computes, and sends."""
         state, arrivals = carry
-        columns, ends, slots = rows
+        tick, slots = tick_and_slots
         # What moved at the end of a tick is written to its slot at the start of the next: a buffer that is written
         # before it is read is updated in place, where the compiler would otherwise copy it.
         state = self._write_arrivals(state, segment, arrivals, slots)
-        # A row of the table on this device, as numbers by name: which chunk and microbatch F runs, the slots to read.
-        fields: Fields = {field: columns[k] for k, field in enumerate(FIELDS)}
-        for end, share in shares.items():
-            fields[end] = CommonEnd(ends[ENDS.index(end)], share)
+        tick_row = _name_fields(tick, shares)
 
-        results: dict[str, list[jax.Array]] = {}
+        results: dict[str, list[jax.Array]] = {}  # what can be sent, by the buffer of the device that receives it
         if "F" in segment.ops:
             # The backward pass starts after the forward pass: their temporary memory would add up.
-            state, results["inputs"] = _finish_before(self.ops.forward(state, fields))
+            state, results["inputs"] = _compute_before_the_rest(self.ops.forward(state, tick_row))
         if "B" in segment.ops or "I" in segment.ops:
-            state, results["cotangents"] = self._run_backward(segment, state, fields)
+            state, results["cotangents"] = self._run_backward(segment, state, tick_row)
         if self.ops.halves and "W" in segment.ops:
-            state = self.ops.weight_gradient(state, fields)
-        moved = []
-        for field in segment.moves:
-            moved.append(self._send(results[buffer_of(field)], field))
-        return (state, moved), None
+            state = self.ops.weight_gradient(state, tick_row)
+        received = []
+        for move in segment.moves:
+            received.append(self._send(results[move.buffer], move))
+        return (state, received), None
 
-    def _run_backward(self, segment: Segment, state: LoopState, fields: Fields) -> tuple[LoopState, list[jax.Array]]:
+    def _run_backward(self, segment: Segment, state: LoopState, tick: TickRow) -> tuple[LoopState, list[jax.Array]]:
         """I where the segment has it and the stage can be cut into halves, else B."""
         if self.ops.halves and "I" in segment.ops:
-            return self.ops.input_gradient(state, fields, whole="B" in segment.ops)
-        return self.ops.backward(state, fields)
+            return self.ops.input_gradient(state, tick, some_run_both="B" in segment.ops)
+        return self.ops.backward(state, tick)
 
     def _write_arrivals(
         self, state: LoopState, segment: Segment, arrivals: list[list[jax.Array]], slots: jax.Array
     ) -> LoopState:
         """The state with the arrivals written into their slots."""
-        for k, (field, leaves) in enumerate(zip(segment.moves, arrivals, strict=True)):
-            name = buffer_of(field)
-            buffers = getattr(state, name)
+        for k, (move, leaves) in enumerate(zip(segment.moves, arrivals, strict=True)):
+            buffers = getattr(state, move.buffer)
             slot = slots[k]
-            if name in self.table.crowded:
+            if move.buffer in self.table.crowded:
                 # A slot number beyond the last says that no op reads this arrival: the last slot keeps its content.
-                last = self.table.buffers[name] - 1
+                last = self.table.buffers[move.buffer] - 1
                 arrives = slot <= last
                 slot = jnp.minimum(slot, last)
-                kept = row(buffers, slot)
+                before = row(buffers, slot)
                 slot_leaves = []
-                for new, old in zip(leaves, kept, strict=True):
+                for new, old in zip(leaves, before, strict=True):
                     slot_leaves.append(jnp.where(arrives, new, old))
                 leaves = slot_leaves
-            state = state._replace(**{name: write_slot(buffers, slot, leaves)})  # type: ignore[arg-type]
+            state = state._replace(**{move.buffer: write_slot(buffers, slot, leaves)})  # type: ignore[arg-type]
         return state
 
-    def _send(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
-        """Moves the results of a tick to a neighbor, or keeps them; returns what this device receives.
-
-        A field is named by its sender: what "from_left" holds is sent to the right, by +1.
-        """
-        sender = field.split("_")[-1]
-        if sender == "self" or self.axis is None:
+    def _send(self, leaves: list[jax.Array], move: Move) -> list[jax.Array]:
+        """Moves the results of a tick to a neighbor, or keeps them; returns what this device receives."""
+        if not move.shift or self.axis is None:
             return leaves
         # Every device sends in every tick of the segment, also if it has nothing to send: a ppermute is one call of all
         # devices. Inside an op, which some devices skip under mode="branch", the devices that run it would wait for the
@@ -421,16 +467,26 @@ class Executor(NamedTuple):
         # end of the tick because nothing in this tick reads it: the result of F may be under way while B computes. jax
         # never differentiates this ppermute: the backward pass of a stage ends at its inputs, and the table says in
         # which tick the cotangents move to the neighbor.
-        return list(shift(leaves, self.axis, by=1 if sender == "left" else -1, wrap=self.wraps))
+        return list(shift(leaves, self.axis, by=move.shift, wrap=self.wraps))
 
 
-def _slice_rows(rows: Any, begin: int, ticks: int) -> Any:
-    return jax.tree.map(lambda x: x[begin : begin + ticks], rows)
+def _name_fields(tick: _Ticks, shares: dict[str, RunShare]) -> TickRow:
+    """A row of the table as numbers by name: which chunk and microbatch F runs, the slots to read, and so on."""
+    fields = {field: tick.fields[k] for k, field in enumerate(FIELDS)}
+    common_ends = {}
+    if tick.ends is not None:
+        for end, share in shares.items():
+            common_ends[end] = CommonEnd(tick.ends[ENDS.index(end)], share)
+    return TickRow(fields, common_ends)
 
 
-def _reshape_by_round(rows: Any, times: int) -> Any:
-    """The rows of a table, `[times * ticks, fields]`, as `[times, ticks, fields]`: one entry for each round."""
-    return jax.tree.map(lambda x: x.reshape(times, -1, x.shape[-1]), rows)
+def _slice_ticks(ticks: _Ticks, begin: int, count: int) -> _Ticks:
+    return jax.tree.map(lambda x: x[begin : begin + count], ticks)
+
+
+def _reshape_by_round(ticks: _Ticks, times: int) -> _Ticks:
+    """`[times * ticks, fields]` as `[times, ticks, fields]`: one entry for each round."""
+    return jax.tree.map(lambda x: x.reshape(times, -1, x.shape[-1]), ticks)
 
 
 def _find_rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment], int]]:
@@ -447,6 +503,7 @@ def _find_rounds(segments: Sequence[Segment]) -> Iterator[tuple[Sequence[Segment
     while begin < len(kinds):
         best_width = 1
         best_times = 1
+        # Neighbors of one kind are one segment already: the shortest run that repeats has two.
         for width in range(2, (len(kinds) - begin) // 2 + 1):
             times = _count_repeats(kinds[begin:], width)
             if times > 1 and width * times > best_width * best_times:
@@ -465,7 +522,7 @@ def _count_repeats(kinds: Sequence[Any], width: int) -> int:
     return times
 
 
-def _finish_before(tree: Any) -> Any:
+def _compute_before_the_rest(tree: Any) -> Any:
     """The tree after a barrier: what comes after it starts when the whole tree is computed."""
     leaves, structure = jax.tree.flatten(tree)
     numbers_by_axes: dict[frozenset[str], list[int]] = {}

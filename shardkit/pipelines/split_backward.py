@@ -63,8 +63,8 @@ class TwoHalves:
     Attributes:
         residuals: the ShapeDtypeStructs of the values that the first half hands to the second, the stacks of loops
             included. They have only values that the second half uses and cannot compute from lasting arguments.
-        whole: whether the second half would compute nothing: run `fn` unsplit.
-        why: if `whole`, one sentence that names what could not be cut; else "".
+        uncut: whether the second half would compute nothing: run `fn` unsplit.
+        why: if `uncut`, one sentence that names what could not be cut; else "".
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], first: Sequence[bool], lasting: Sequence[bool]):
@@ -75,8 +75,8 @@ class TwoHalves:
         steady = _find_steady(self._program, lasting)
         self._labels = _label_program(self._program, steady, results, at_hand=lasting)
         self.residuals: list[Any] = compat.eval_shape(lambda *args: self.first(*args)[1], *args)
-        self.whole = _only_views(self._program, self._labels)
-        self.why = _explain_whole(self._program, self._labels) if self.whole else ""
+        self.uncut = _only_views(self._program, self._labels)
+        self.why = _explain_uncut(self._program, self._labels) if self.uncut else ""
 
     def first(self, *args: Any) -> tuple[list[Any], list[Any]]:
         """The first results and the residuals, given all arguments."""
@@ -386,7 +386,7 @@ def _only_views(program: _Program, labels: _Labels) -> bool:
     return True
 
 
-def _explain_whole(program: _Program, labels: _Labels) -> str:
+def _explain_uncut(program: _Program, labels: _Labels) -> str:
     """The sentence of `why`: names an equation of the first half that computes results of the second."""
     rule = "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
     makers = []

@@ -12,15 +12,29 @@ from shardkit.schedules.action import OPS
 from shardkit.schedules.grid import Grid
 from shardkit.schedules.slots import Lives, Slots, assign_slots, find_lives
 
+
+class Move(NamedTuple):
+    """A kind of value that a device may receive at the end of a tick.
+
+    Attributes:
+        field: the field of a `Table` with the slot to which the value is written.
+        buffer: the buffer of this slot.
+        shift: how far the value moves along the ring: 1 from the left neighbor, -1 from the right one, 0 if it stays.
+    """
+
+    field: str
+    buffer: str
+    shift: int
+
+
 MOVES = (
-    "input_from_left",
-    "input_from_right",
-    "input_from_self",
-    "cotangent_from_left",
-    "cotangent_from_right",
-    "cotangent_from_self",
+    Move("input_from_left", "inputs", 1),
+    Move("input_from_right", "inputs", -1),
+    Move("input_from_self", "inputs", 0),
+    Move("cotangent_from_left", "cotangents", 1),
+    Move("cotangent_from_right", "cotangents", -1),
+    Move("cotangent_from_self", "cotangents", 0),
 )
-"""The values that a device may receive at the end of a tick, and from which neighbor."""
 FIELDS = (
     "forward_on",
     "forward_stage",
@@ -41,7 +55,7 @@ FIELDS = (
     "weight_chunk",
     "weight_microbatch",
     "weight_kept",
-    *MOVES,
+    *(move.field for move in MOVES),
 )
 """The columns of a `Table`, each a number for every tick of every device."""
 ENDS = ("embed", "head", "embed_gradient")
@@ -55,13 +69,13 @@ class Segment(NamedTuple):
         ops: the kinds that some device runs, in the order F, B, I, W: "F", "FB", "B", ...; "" if all devices idle.
         begin: the first tick.
         ticks: the number of ticks.
-        moves: the fields of `MOVES` that some device receives in one of these ticks.
+        moves: those that bring some device what it needs in one of these ticks.
     """
 
     ops: str
     begin: int
     ticks: int
-    moves: tuple[str, ...]
+    moves: tuple[Move, ...]
 
 
 class Table(NamedTuple):
@@ -109,8 +123,20 @@ class Table(NamedTuple):
 _NOWHERE = -1
 _MOST_MOVES = 1.25  # long segments may send so many times what shorter ones send
 _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
-_BUFFERS = {"input": "inputs", "saved": "saved", "cotangent": "cotangents", "kept": "kept"}
+_BUFFERS = ("inputs", "saved", "cotangents", "kept")
 _MOVED_BUFFERS = ("inputs", "cotangents")
+_MOVED_FIELDS = {move.field for move in MOVES}
+# The fields that are slots, with the buffer of the slot.
+_BUFFER_OF_FIELD = {
+    "forward_input": "inputs",
+    "forward_saved": "saved",
+    "backward_input": "inputs",
+    "backward_saved": "saved",
+    "backward_cotangent": "cotangents",
+    "backward_kept": "kept",
+    "weight_kept": "kept",
+    **{move.field: move.buffer for move in MOVES},
+}
 
 
 def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
@@ -130,7 +156,7 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
     crowded = _assign_free_slots(rows, segments, slots, _find_free_slots(schedule, slots, lives))
     rows[rows == _NOWHERE] = 0  # a device that is off reads slot 0, and discards the result
     buffers = {}
-    for name in _BUFFERS.values():
+    for name in _BUFFERS:
         size = getattr(slots, name)
         # F and I of a device that is off must write somewhere, to an extra slot; a received value is dropped instead.
         if name in crowded and name not in _MOVED_BUFFERS:
@@ -140,16 +166,9 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
     return Table(rows, segments, slots, buffers, crowded, ends)
 
 
-def buffer_of(field: str) -> str:
-    """The buffer to whose slots a field points, by the names of `Slots`; "" for a field that is no slot."""
-    words = field.split("_")
-    value = words[0] if field in MOVES else words[1]
-    return _BUFFERS.get(value, "")
-
-
 def _write_rows(schedule: Grid, slots: Slots) -> np.ndarray:
     """The fields of all ticks, int32 `[ticks, devices, fields]`, with `_NOWHERE` for slots that are not needed."""
-    blank = [_NOWHERE if buffer_of(field) else 0 for field in FIELDS]
+    blank = [_NOWHERE if field in _BUFFER_OF_FIELD else 0 for field in FIELDS]
     rows = np.tile(np.array(blank, np.int32), (_count_ticks(schedule), schedule.devices, 1))
     for (stage, op, i), tick in schedule.ticks.items():
         work = (stage, i)
@@ -187,22 +206,23 @@ def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> 
         return None
     if op == "F":
         target = stage + 1
-        value = "input"
+        buffer = "inputs"
         slot_of = slots.input_of
-        side = "left"
+        shift = 1
     else:
         target = stage - 1
-        value = "cotangent"
+        buffer = "cotangents"
         slot_of = slots.cotangent_of
-        side = "right"
+        shift = -1
     # After the last stage is the head, and before the first the embedding: nothing is sent to them.
     if (target, i) not in slot_of:
         return None
     taker = schedule.device(target)
     if schedule.placement == "v":
         # A V never crosses the end of the ring: the next stage is on a neighbor, or at the turn on the same device.
-        side = {1: "left", 0: "self", -1: "right"}[taker - schedule.device(stage)]
-    return f"{value}_from_{side}", taker, slot_of[target, i]
+        shift = taker - schedule.device(stage)
+    [field] = [move.field for move in MOVES if (move.buffer, move.shift) == (buffer, shift)]
+    return field, taker, slot_of[target, i]
 
 
 def _find_ends(schedule: Grid) -> np.ndarray:
@@ -263,10 +283,10 @@ def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray | None = N
     for (ops_text, _), run in groupby(kinds):
         ticks = len(list(run))
         moves = []
-        for field in MOVES:
-            slots = rows[begin : begin + ticks, :, FIELDS.index(field)]
+        for move in MOVES:
+            slots = rows[begin : begin + ticks, :, FIELDS.index(move.field)]
             if (slots != _NOWHERE).any():
-                moves.append(field)
+                moves.append(move)
         segments.append(Segment(ops_text, begin, ticks, tuple(moves)))
         begin += ticks
     return tuple(segments)
@@ -277,7 +297,7 @@ def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> di
     ticks = _count_ticks(schedule)
     free = {}
     # The last four fields of `Slots` are the maps, in the order of the buffers.
-    for name, live, slot_of in zip(_BUFFERS.values(), lives, slots[4:], strict=True):
+    for name, live, slot_of in zip(_BUFFERS, lives, slots[4:], strict=True):
         # A tick more: a value that moves at the end of the last tick is written after it. A slot more, which nothing
         # takes: argmin gives the first slot that is not taken, and this one if all others are.
         taken = np.zeros((ticks + 1, schedule.devices, getattr(slots, name) + 1), bool)
@@ -304,10 +324,10 @@ def _assign_free_slots(
     for segment in segments:
         ticks = slice(segment.begin, segment.begin + segment.ticks)
         for field in _list_written_fields(segment):
-            name = buffer_of(field)
+            name = _BUFFER_OF_FIELD[field]
             column = rows[ticks, :, FIELDS.index(field)]  # a view: what is written there is written to `rows`
             free_slots = free[name][ticks]
-            if field in MOVES:
+            if field in _MOVED_FIELDS:
                 free_slots = free[name][ticks.start + 1 : ticks.stop + 1]
             np.copyto(column, free_slots, where=column == _NOWHERE, casting="unsafe")
             size = getattr(slots, name)
@@ -318,7 +338,7 @@ def _assign_free_slots(
 
 def _list_written_fields(segment: Segment) -> list[str]:
     """The fields that say where all devices write a value in every tick of a segment."""
-    fields = list(segment.moves)
+    fields = [move.field for move in segment.moves]
     if "F" in segment.ops:
         fields.append("forward_saved")
     if "I" in segment.ops:

@@ -138,7 +138,7 @@ def check(fn, args, first, lasting):
     assert not weights & {s for k in residuals for s in (k.shape, k.shape[1:], k.shape[::-1])}
     counts = [dots(fn, *args), dots(one, *args), dots(two, args, residuals)]
     assert counts[1] + counts[2] == counts[0]
-    assert not split.whole and split.why == ""
+    assert not split.uncut and split.why == ""
     return split, counts
 
 
@@ -244,7 +244,7 @@ def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # prov
             fn, args, first, lasting = backward_of(stage, sk.vary(w, ("data",)), x)
             split = TwoHalves(fn, args, first, lasting)
             one, two = halves_of(split, lasting)
-            assert not split.whole
+            assert not split.uncut
             if half == "whole":
                 found = fn(*args)
             else:
@@ -280,7 +280,7 @@ def test_what_cannot_be_cut_is_named():  # proves F38
     args = [jnp.asarray(draw(*shape)) for shape in ((8, 8), (4, 8), (4, 8))]  # run by jax alone, for the same bits
     split = TwoHalves(stubborn, args, [True, False], [True, False, False])
     line = inspect.getsourcelines(stubborn)[1] + 6
-    assert split.whole
+    assert split.uncut
     assert split.why == (
         "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
         f"`while` at test_split_backward.py:{line} (stubborn), which both need. Split it, or run the function unsplit."
@@ -295,14 +295,14 @@ def test_what_cannot_be_cut_is_named():  # proves F38
         [True, False],
         [True, False, False],
     )
-    assert inside.whole and inside.why == split.why
+    assert inside.uncut and inside.why == split.why
 
 
 def test_without_gradients_of_weights_nothing_is_left():  # proves F38
     split = TwoHalves(
         lambda w, dy: [dy @ w.T, jnp.zeros_like(w)], [draw(8, 8), draw(4, 8)], [True, False], [True, False]
     )
-    assert split.whole and split.residuals == []
+    assert split.uncut and split.residuals == []
     assert split.why == (
         "TwoHalves: the second results must have equations of their own, which the first results do not need; got none "
         "that compute anything. Run the function unsplit."

@@ -170,14 +170,13 @@ def run(schedule):
                     if op == "W":
                         assert kept[d][now["weight_kept"]] == (stage, i)
             for move in MOVES:
-                sent, buffer = (outputs, inputs) if move.startswith("input") else (input_grads, cotangents)
-                by = {"left": -1, "right": 1, "self": 0}[move.split("_")[-1]]
+                sent, buffer = (outputs, inputs) if move.buffer == "inputs" else (input_grads, cotangents)
                 for d in range(p if move in segment.moves else 0):
-                    slot = columns[move][t, d]
+                    slot = columns[move.field][t, d]
                     if slot < len(buffer[d]):
-                        buffer[d][slot] = sent[(d + by) % p]
+                        buffer[d][slot] = sent[(d - move.shift) % p]
                     else:
-                        assert f"{move.split('_')[0]}s" in table.crowded
+                        assert move.buffer in table.crowded
     return done
 
 

@@ -153,8 +153,8 @@ def test_ticks_and_traffic_are_those_of_the_table(name):
     times = sent = 0
     for segment in schedule.table(saved=True).segments:
         for move in segment.moves:
-            if not move.endswith("_self"):
-                sizes = [TOKENS * D * jnp.dtype(dtype).itemsize] + [4 * TOKENS] * move.startswith("input")
+            if move.shift:
+                sizes = [TOKENS * D * jnp.dtype(dtype).itemsize] + [4 * TOKENS] * (move.buffer == "inputs")
                 times, sent = times + segment.ticks * len(sizes), sent + segment.ticks * sum(sizes)
     rows = census_of(closed.jaxpr).select(kind="ppermute")
     assert {row.axes for row in rows} == {("stage",)}
