@@ -153,17 +153,17 @@ def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) ->
         )
 
 
-def whole(where: str, **values: int) -> tuple[int, ...]:
+def integers_from_one(where: str, **values: int) -> tuple[int, ...]:
     """The values as Python integers, which do not overflow as NumPy's do; refuses all but whole numbers from 1."""
-    return _whole(where, 1, values)
+    return _check_integers(where, 1, values)
 
 
-def count(where: str, **values: int) -> tuple[int, ...]:
-    """As `whole`, from 0."""
-    return _whole(where, 0, values)
+def integers_from_zero(where: str, **values: int) -> tuple[int, ...]:
+    """As `integers_from_one`, from 0."""
+    return _check_integers(where, 0, values)
 
 
-def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
+def _check_integers(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
     numbers = []
     for name, value in values.items():
         number = _as_number(value)

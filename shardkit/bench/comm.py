@@ -56,7 +56,7 @@ def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, roun
     Source: nccl-tests, doc/PERFORMANCE.md, for size, algorithm bandwidth and bus bandwidth.
     """
     checks.one_of(WHERE, "mode", mode, MODES)
-    calls, rounds = checks.whole(WHERE, calls=calls, rounds=rounds)
+    calls, rounds = checks.integers_from_one(WHERE, calls=calls, rounds=rounds)
     records = []
     for sweep in sweeps:
         records += _measure_sweep(sweep, mode, calls, rounds)

@@ -238,7 +238,7 @@ def measure(
         (0, 1.0, 3)
     """
     checks.one_of("measure", "mode", mode, MODES)
-    calls, rounds = checks.whole("measure", calls=calls, rounds=rounds)
+    calls, rounds = checks.integers_from_one("measure", calls=calls, rounds=rounds)
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")

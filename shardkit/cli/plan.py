@@ -68,8 +68,8 @@ def plan(options: Options) -> int:
     from shardkit.cli import layouts
     from shardkit.planner.source import source_of
 
-    checks.whole("plan", rows=options.rows)
-    checks.count("plan", compile=options.compile)
+    checks.integers_from_one("plan", rows=options.rows)
+    checks.integers_from_zero("plan", compile=options.compile)
     if options.compile > options.rows:
         raise ValueError(
             f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "

@@ -65,12 +65,12 @@ def activation_memory(
     Source: Korthikanti et al., equations 1, 2, 4 and table 2.
     """
     where = "activation_memory"
-    batch, sequence, hidden, heads, tensor = checks.whole(
+    batch, sequence, hidden, heads, tensor = checks.integers_from_one(
         where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
     )
     if kv_heads is None:
         kv_heads = heads
-    [kv_heads] = checks.whole(where, kv_heads=kv_heads)
+    [kv_heads] = checks.integers_from_one(where, kv_heads=kv_heads)
     checks.divisor(where, "kv_heads", kv_heads, "heads", heads)
     recompute = recomputation(where, recompute)
     sbh = sequence * batch * hidden

@@ -57,7 +57,7 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
 
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 to 4.5; Patarasuk and Yuan (2009).
     """
-    [n] = checks.whole("wire", n=n)
+    [n] = checks.integers_from_one("wire", n=n)
     [size] = checks.at_least_zero("wire", size=size)
     if pairs is not None and not _are_pairs(pairs):
         raise ValueError(
@@ -131,7 +131,7 @@ def bus_factor(op: str, n: int) -> float:
 
     Source: nccl-tests, doc/PERFORMANCE.md; gather and scatter: src/gather.cu, src/scatter.cu.
     """
-    [n] = checks.whole("bus_factor", n=n)
+    [n] = checks.integers_from_one("bus_factor", n=n)
     name = checks.spelled("bus_factor", "op", op, _BUS)
     if name in _SENT_ONCE:
         return 1.0
@@ -164,7 +164,7 @@ def collective_time(kind: str, size: float, n: int, *, bandwidth: float, latency
     """
     where = "collective_time"
     checks.one_of(where, "kind", kind, COLLECTIVE_KINDS)
-    [n] = checks.whole(where, n=n)
+    [n] = checks.integers_from_one(where, n=n)
     [bandwidth] = checks.positive(where, infinite=True, bandwidth=bandwidth)
     size, latency = checks.at_least_zero(where, size=size, latency=latency)
     unit = _wire_of_unit(kind, n)

@@ -44,7 +44,7 @@ def ring_from(link: Link, columns: float, *, flops: float, value_bytes: float = 
     """
     latency, bandwidth = _check_link("ring_from", link)
     columns, flops, value_bytes = checks.positive("ring_from", columns=columns, flops=flops, value_bytes=value_bytes)
-    [ways] = checks.whole("ring_from", ways=ways)
+    [ways] = checks.integers_from_one("ring_from", ways=ways)
     # Seconds a byte: the matmul of a message is longer than its bytes on the wire, and hides the latency once the
     # message is large enough.
     compute = 2 * columns * ways / (value_bytes * flops)
@@ -79,7 +79,7 @@ def scatter_from(link: Link, n: int) -> float:
     Source: Thakur, Rabenseifner, Gropp (2005), section 4.5.
     """
     latency, bandwidth = _check_link("scatter_from", link)
-    [n] = checks.whole("scatter_from", n=n)
+    [n] = checks.integers_from_one("scatter_from", n=n)
     tree_messages = math.ceil(math.log2(n))  # of all bytes
     pair_messages = 2 * (n - 1)  # of 1/n of them
     # Over 8 devices the tree sends the bytes 3 times, and the pair 14/8 times, in 11 messages more.
@@ -115,7 +115,7 @@ def bucket_bytes(link: Link, n: int, *, share: float = 0.1) -> int:
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020), section 3.2.
     """
     latency, bandwidth = _check_link("bucket_bytes", link)
-    [n] = checks.whole("bucket_bytes", n=n)
+    [n] = checks.integers_from_one("bucket_bytes", n=n)
     [share] = checks.positive("bucket_bytes", share=share)
     if share >= 1:
         raise ValueError(f"bucket_bytes: share must be above 0 and below 1; got {share}. Pass for example share=0.1.")

@@ -158,7 +158,7 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
     Source: How to Scale Your Model, part 3: W, the bidirectional bandwidth, times the number of axes.
     """
     described = _chip(chip)
-    [axes] = checks.whole("group_bandwidth", axes=axes)
+    [axes] = checks.integers_from_one("group_bandwidth", axes=axes)
     most = max(1, described.torus)
     if axes > most:
         raise ValueError(

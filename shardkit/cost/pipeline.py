@@ -46,7 +46,9 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
     """
     checks.one_of("bubble", "of", of, ("ideal", "total"))
     name = checks.spelled("bubble", "schedule", schedule, SCHEDULES, _OTHER_NAMES)
-    stages, microbatches, chunks = checks.whole("bubble", stages=stages, microbatches=microbatches, chunks=chunks)
+    stages, microbatches, chunks = checks.integers_from_one(
+        "bubble", stages=stages, microbatches=microbatches, chunks=chunks
+    )
     if chunks > 1 and name == "gpipe":
         raise ValueError(
             f"bubble: schedule {schedule!r} does not take chunks; got chunks={chunks}. "

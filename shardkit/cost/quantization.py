@@ -56,8 +56,8 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
         >>> [sk.cost.quantized_bytes(1024, dtype) for dtype in ("bfloat16", "int8", "int4")]
         [2048, 1028, 516]
     """
-    [elements] = checks.count("quantized_bytes", elements=elements)
-    [block] = checks.whole("quantized_bytes", block=block)
+    [elements] = checks.integers_from_zero("quantized_bytes", elements=elements)
+    [block] = checks.integers_from_one("quantized_bytes", block=block)
     checks.one_of("quantized_bytes", "dtype", dtype, tuple(FORMATS))
     wire_format = FORMATS[dtype]
     if not elements or not wire_format.scaled:
@@ -103,7 +103,7 @@ def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
     Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), sections 2.1 and 4.2.
     """
     [largest] = checks.at_least_zero("quantization_error", largest=largest)
-    [n] = checks.whole("quantization_error", n=n)
+    [n] = checks.integers_from_one("quantization_error", n=n)
     checks.one_of("quantization_error", "dtype", dtype, tuple(FORMATS))
     wire_format = FORMATS[dtype]
     smallest = 2.0**SMALLEST

@@ -28,20 +28,20 @@ def _count_layer(
     where: str, hidden: int, heads: int | None, kv_heads: int | None, ffn: int | None, gated: bool
 ) -> _Layer:
     """The weights and biases of one layer's matrices."""
-    [hidden] = checks.whole(where, hidden=hidden)
+    [hidden] = checks.integers_from_one(where, hidden=hidden)
     if heads is None and kv_heads is not None:
         raise ValueError(f"{where}: kv_heads needs heads; got heads=None, kv_heads={kv_heads}. Pass heads.")
     kv_hidden = hidden
     if heads is not None:
         if kv_heads is None:
             kv_heads = heads
-        heads, kv_heads = checks.whole(where, heads=heads, kv_heads=kv_heads)
+        heads, kv_heads = checks.integers_from_one(where, heads=heads, kv_heads=kv_heads)
         checks.divisor(where, "heads", heads, "hidden", hidden)
         checks.divisor(where, "kv_heads", kv_heads, "heads", heads)
         kv_hidden = kv_heads * (hidden // heads)
     if ffn is None:
         ffn = 4 * hidden
-    [ffn] = checks.whole(where, ffn=ffn)
+    [ffn] = checks.integers_from_one(where, ffn=ffn)
     up = ffn
     if gated:  # two matrices, of which one gates the other
         up = 2 * ffn
@@ -98,8 +98,8 @@ def transformer_parameters(
     Source: Narayanan et al., equation 2 and table 1; Touvron et al., LLaMA (arXiv:2302.13971), section 2.2.
     """
     where = "transformer_parameters"
-    layers, hidden = checks.whole(where, layers=layers, hidden=hidden)
-    vocabulary, sequence = checks.count(where, vocabulary=vocabulary, sequence=sequence)
+    layers, hidden = checks.integers_from_one(where, layers=layers, hidden=hidden)
+    vocabulary, sequence = checks.integers_from_zero(where, vocabulary=vocabulary, sequence=sequence)
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     # A LayerNorm has a gain and a bias, an RMSNorm the gain alone.
     norm = hidden
@@ -157,8 +157,10 @@ def transformer_flops(
     those of selective recomputation.
     """
     where = "transformer_flops"
-    layers, hidden, sequence, batch = checks.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
-    [vocabulary] = checks.count(where, vocabulary=vocabulary)
+    layers, hidden, sequence, batch = checks.integers_from_one(
+        where, layers=layers, hidden=hidden, sequence=sequence, batch=batch
+    )
+    [vocabulary] = checks.integers_from_zero(where, vocabulary=vocabulary)
     counts = _count_layer(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
     # FLOPs of one token forward; backward takes twice as many.
@@ -197,7 +199,7 @@ def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 
     """
     if isinstance(peak, str | Chip):
         peak = chip(peak).flops
-    [chips] = checks.whole("mfu", chips=chips)
+    [chips] = checks.integers_from_one("mfu", chips=chips)
     seconds, peak = checks.positive("mfu", seconds=seconds, peak=peak)
     [flops] = checks.at_least_zero("mfu", flops=flops)
     return flops / (seconds * chips * peak)

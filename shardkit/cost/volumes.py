@@ -73,7 +73,9 @@ def tensor_volume(
     4.2.2.
     """
     where = "tensor_volume"
-    batch, sequence, hidden, ways = checks.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways)
+    batch, sequence, hidden, ways = checks.integers_from_one(
+        where, batch=batch, sequence=sequence, hidden=hidden, ways=ways
+    )
     [value_bytes] = checks.positive(where, value_bytes=value_bytes)
     recompute = recomputation(where, recompute)
     if regather and not sequence_parallel:
@@ -134,7 +136,7 @@ def context_volume(
     if kv_hidden is None:
         kv_hidden = hidden
     checks.one_of(where, "method", method, ("ring", "all_gather", "ulysses"))
-    batch, sequence, hidden, ways, kv_hidden = checks.whole(
+    batch, sequence, hidden, ways, kv_hidden = checks.integers_from_one(
         where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden
     )
     if gradient_bytes is None:
@@ -180,7 +182,7 @@ def expert_volume(
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
     """
     where = "expert_volume"
-    tokens, hidden, ways, top_k = checks.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
+    tokens, hidden, ways, top_k = checks.integers_from_one(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
     capacity_factor, value_bytes = checks.positive(where, capacity_factor=capacity_factor, value_bytes=value_bytes)
     rows = tokens * top_k * capacity_factor
     exchanged = sent_share("all_to_all", ways) * rows * hidden * value_bytes

@@ -63,7 +63,7 @@ def zero_breakdown(
     """
     where = "zero_memory"
     checks.one_of(where, "stage", stage, (0, 1, 2, 3))
-    [ways] = checks.whole(where, ways=ways)
+    [ways] = checks.integers_from_one(where, ways=ways)
     parameters, parameter_bytes, gradient_bytes, optimizer_bytes = checks.at_least_zero(
         where,
         parameters=parameters,
@@ -164,7 +164,7 @@ def zero_volume(
     """
     where = "zero_volume"
     checks.one_of(where, "stage", stage, (0, 1, 2, 3))
-    ways, accumulate = checks.whole(where, ways=ways, accumulate=accumulate)
+    ways, accumulate = checks.integers_from_one(where, ways=ways, accumulate=accumulate)
     parameters, parameter_bytes, gradient_bytes = checks.at_least_zero(
         where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NamedTuple
 
-from shardkit._arguments.checks import at_least, at_least_zero, count, counted
+from shardkit._arguments.checks import at_least, at_least_zero, counted, integers_from_zero
 from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
 from shardkit.jobs.output import describe_ends, pass_on, say
@@ -101,7 +101,7 @@ def launch(
     at_least_zero("launch", grace=grace)
     words = find_program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
-    (restarts,) = count("launch", restarts=restarts)
+    (restarts,) = integers_from_zero("launch", restarts=restarts)
     folder = None if output is None else Path(output)
     job = Job(words, processes, devices, folder, grace, os.environ if environ is None else environ)
     events: Events = queue.SimpleQueue()

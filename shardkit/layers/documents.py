@@ -10,7 +10,7 @@ import heapq
 
 import numpy as np
 
-from shardkit._arguments.checks import whole
+from shardkit._arguments.checks import integers_from_one
 from shardkit._arguments.typed import typed
 
 
@@ -42,9 +42,9 @@ def deal(segments_BT: np.ndarray, devices: int, *, block: int = 128, window: int
 
     Source: Graham, bounds on multiprocessing timing anomalies (1969), for the rule.
     """
-    whole("deal", devices=devices, block=block)
+    integers_from_one("deal", devices=devices, block=block)
     if window is not None:
-        whole("deal", window=window)
+        integers_from_one("deal", window=window)
     shape = np.shape(segments_BT)
     are_integers = np.asarray(segments_BT).dtype.kind in "iu"
     if not are_integers or len(shape) != 2 or not shape[0] or shape[1] % (devices * block):

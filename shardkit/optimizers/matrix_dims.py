@@ -50,9 +50,9 @@ def find_dims(dimension_numbers: Any, params: Any) -> dict[str, MatrixDims]:
     ndims = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         ndims[path_name(path)] = jnp.ndim(x)
-    tree = spread_numbers(dimension_numbers, params)
+    tree = broadcast_numbers(dimension_numbers, params)
     dims = {}
-    for path, numbers in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_numbers):
+    for path, numbers in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_dimension_numbers):
         if numbers is not None:
             name = path_name(path)
             dims[name] = _read_numbers(name, ndims[name], numbers)
@@ -82,20 +82,20 @@ def check_dimension_numbers(tree: Any) -> None:
     """Refuses a tree of anything but optax's dimension numbers and None; what a function returns is not known yet."""
     if is_function(tree):
         return
-    for numbers in jax.tree.leaves(tree, is_leaf=is_numbers):
-        if not is_numbers(numbers):
+    for numbers in jax.tree.leaves(tree, is_leaf=is_dimension_numbers):
+        if not is_dimension_numbers(numbers):
             raise TypeError(
                 "muon: muon_weight_dimension_numbers must be a tree of optax.contrib.MuonDimensionNumbers and None, or "
                 f"a function that returns one; got {short(tree)}. Pass None for all leaves of two dims."
             )
 
 
-def is_numbers(x: Any) -> bool:
+def is_dimension_numbers(x: Any) -> bool:
     """Whether a node of a tree is the dimension numbers of a leaf; None stands for a leaf that `adam` updates."""
     return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
 
 
-def spread_numbers(tree: Any, params: Any) -> Any:
+def broadcast_numbers(tree: Any, params: Any) -> Any:
     """A tree like the parameters, with the dimension numbers of each leaf, or None.
 
     Worked example: {"layers": numbers, "embed": None} of the user says the same of all leaves under "layers".
@@ -108,7 +108,7 @@ def spread_numbers(tree: Any, params: Any) -> Any:
     def spread(numbers: Any, subtree: Any) -> Any:
         return jax.tree.map(lambda _: numbers, subtree)
 
-    return jax.tree.map(spread, tree, params, is_leaf=is_numbers)
+    return jax.tree.map(spread, tree, params, is_leaf=is_dimension_numbers)
 
 
 def _choose_numbers(x: Any) -> Any:

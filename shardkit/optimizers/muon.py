@@ -18,20 +18,20 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import at_least_zero, whole
+from shardkit._arguments.checks import at_least_zero, integers_from_one
 from shardkit._arguments.typed import Optimizer, short, typed
 from shardkit.meshes.layout import path_name
 from shardkit.optimizers.matrix_dims import (
     MatrixDims,
+    broadcast_numbers,
     check_dimension_numbers,
     find_dims,
-    is_numbers,
-    spread_numbers,
+    is_dimension_numbers,
 )
 from shardkit.optimizers.owners import Owners
 from shardkit.plans.axis_types import auto_mesh
 from shardkit.plans.plan import Plan
-from shardkit.plans.storage import collect_arrays
+from shardkit.plans.storage import leaves_by_path
 
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 
@@ -56,7 +56,8 @@ def muon(
     """`optax.contrib.muon` with the work shared: one device orthogonalizes each matrix, for all devices.
 
     It deals the matrices of one shape and layout to all devices that hold parts or copies of them. State and results
-    are the same as with optax, so you can change from one to the other within a run.
+    are the same as with optax, so you can change from one to the other within a run. What optax takes besides is not
+    here: `weight_decay_mask`, `mu_dtype`, `adaptive`, and coefficients by name; for its `adam_` arguments pass `adam`.
 
     Args:
         learning_rate: a number or an optax schedule.
@@ -100,26 +101,29 @@ def muon(
     if adam is None:
         adam = optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
+    # `optax.partition` gives each of the two the leaves with its label, and masks all others.
     def label_leaves(params: Any) -> Any:
         def label(numbers: Any) -> str:
             return "adam" if numbers is None else "muon"
 
-        return jax.tree.map(label, spread_numbers(dimension_numbers, params), is_leaf=is_numbers)
+        return jax.tree.map(label, broadcast_numbers(dimension_numbers, params), is_leaf=is_dimension_numbers)
 
     def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, MatrixDims]) -> optax.GradientTransformation:
+        # The optimizer runs outside of the step's shard_map, on global arrays, which XLA's partitioner splits: the axes
+        # of its mesh are Auto.
         owners = Owners(auto_mesh(mesh), plan.axes, specs, dims)
-        matrices = optax.chain(
+        muon_transformation = optax.chain(
             _scale_by_owners(owners, beta, nesterov, iterations),
             _scale_by_shape(dims, consistent_rms),
             optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
-        return optax.partition({"muon": matrices, "adam": adam}, label_leaves)
+        return optax.partition({"muon": muon_transformation, "adam": adam}, label_leaves)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
-        specs = collect_arrays(plan.placement(params, mesh).update)
+        specs = leaves_by_path(plan.placement(params, mesh).update)  # in the layout of gradients and of the state
         dims = find_dims(dimension_numbers, params)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
             return make_optimizer(specs, dims).update(updates, state, params)
@@ -136,7 +140,7 @@ def _check_hyperparameters(hyperparameters: dict[str, Any], ns_steps: Any, consi
             numbers[name] = float(value)
     at_least_zero("muon", consistent_rms=consistent_rms or 0.0, **numbers)
     if not isinstance(ns_steps, jax.Array):
-        whole("muon", ns_steps=ns_steps)
+        integers_from_one("muon", ns_steps=ns_steps)
     if numbers.get("beta", 0) >= 1:
         raise ValueError(
             "muon: beta must be below 1, the share of the momentum that is kept; got "
@@ -148,25 +152,32 @@ def _check_coefficients(coefficients: Any, steps: Any) -> Any:
     """Coefficients of the iterations as floats; refuses all but three finite ones, or three for each of the steps."""
     if isinstance(coefficients, jax.core.Tracer):
         return coefficients
-    try:
-        numbers = np.asarray(coefficients, np.float64)
-    except (TypeError, ValueError):  # words, or rows of unequal length
-        numbers = np.zeros(())
-    if numbers.shape[-1:] != (3,) or numbers.ndim > 2 or not np.isfinite(numbers).all():
+    numbers = _read_floats(coefficients)
+    if numbers is None or numbers.shape[-1:] != (3,) or numbers.ndim > 2 or not np.isfinite(numbers).all():
         raise ValueError(
             f"muon: ns_coeffs must be three finite numbers, or three for each step; got {short(coefficients)}. Pass "
             "for example (3.4445, -4.7750, 2.0315)."
         )
     if numbers.ndim == 2 and not isinstance(steps, jax.Array):
-        rows = len(numbers)
-        if not 0 < rows <= steps:
-            raise ValueError(
-                f"muon: ns_coeffs with one row for each step must have 1 to ns_steps={steps} rows; got {rows}. Pass "
-                f"ns_steps={max(rows, 1)}."
-            )
-    if np.asarray(coefficients).dtype.kind == "f":
-        return coefficients
-    return np.asarray(coefficients, np.float32)
+        _check_rows(len(numbers), steps)
+    is_float = np.asarray(coefficients).dtype.kind == "f"  # the dtype of an array of floats stays
+    return coefficients if is_float else np.asarray(coefficients, np.float32)
+
+
+def _read_floats(coefficients: Any) -> np.ndarray | None:
+    """Numbers as float64; None for words, or rows of unequal length."""
+    try:
+        return np.asarray(coefficients, np.float64)
+    except (TypeError, ValueError):
+        return None
+
+
+def _check_rows(rows: int, steps: int) -> None:
+    if not 0 < rows <= steps:
+        raise ValueError(
+            f"muon: ns_coeffs with one row for each step must have 1 to ns_steps={steps} rows; got {rows}. Pass "
+            f"ns_steps={max(rows, 1)}."
+        )
 
 
 def _scale_by_shape(dims: dict[str, MatrixDims], consistent_rms: float | None) -> optax.GradientTransformation:
@@ -174,6 +185,7 @@ def _scale_by_shape(dims: dict[str, MatrixDims], consistent_rms: float | None) -
 
     def scale(path: Any, x: jax.Array) -> jax.Array:
         leaf_dims = dims[path_name(path)]
+        # optax's `reduction_axis` and `output_axis`.
         fan_in = math.prod(x.shape[dim] for dim in leaf_dims.rows)
         fan_out = math.prod(x.shape[dim] for dim in leaf_dims.columns)
         if consistent_rms is None:

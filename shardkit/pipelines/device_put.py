@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import divisor, sized, whole
+from shardkit._arguments.checks import divisor, integers_from_one, sized
 from shardkit._arguments.typed import short, typed
 from shardkit.meshes.layout import check_spec, local_shape_of, path_name
 from shardkit.on_device.batch import split_microbatches, take_microbatch
@@ -283,7 +283,7 @@ def _expand_specs(where: str, name: str, specs: Specs, count: int) -> list[Any]:
 
 def _split_batch(where: str, batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, as views of host arrays."""
-    whole(where, microbatches=microbatches)
+    integers_from_one(where, microbatches=microbatches)
     shapes = []
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         shapes.append((path_name(path), np.shape(x)))

@@ -143,7 +143,7 @@ def counted(
         plan=dp data=8 accumulate=1 dp('data')
     """
     if iterations is not None:
-        checks.whole("counted", iterations=iterations)
+        checks.integers_from_one("counted", iterations=iterations)
     compute = jnp.dtype(precision_of(Precision(compute=compute)).compute)
     params, batch = jax.eval_shape(lambda *trees: trees, params, batch)
     params_in_loss, batch_in_loss = jax.eval_shape(lambda *trees: cast_floating(trees, compute), params, batch)
@@ -182,7 +182,7 @@ def _count_layers(loss_fn: LossFn, params: Any, batch: Any, layerwise: tuple[str
 def search_counted(model: Counted, machine: Machine, chips: int, batch: int) -> list[Candidate]:
     """`planner.search` of a counted model."""
     check_machine(machine)
-    chips, batch = checks.whole("planner", chips=chips, batch=batch)
+    chips, batch = checks.integers_from_one("planner", chips=chips, batch=batch)
     check_at_most_a_billion(chips=chips, batch=batch)
     if batch % chips:
         raise ValueError(

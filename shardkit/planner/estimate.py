@@ -137,7 +137,7 @@ def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequen
     check_sizes(model)
     names = [name for name in layout._fields if name != "remat"]
     sizes = {name: getattr(layout, name) for name in names}
-    *ways, batch, sequence = checks.whole("planner", **sizes, batch=batch, sequence=sequence)
+    *ways, batch, sequence = checks.integers_from_one("planner", **sizes, batch=batch, sequence=sequence)
     checked: dict[str, Any] = dict(zip(names, ways, strict=True))
     layout = layout._replace(**checked)
     check_at_most_a_billion(batch=batch, sequence=sequence)

@@ -187,7 +187,7 @@ class Model(NamedTuple):
             '1.93e+10'
         """
         model = check_sizes(self)
-        [sequence] = checks.count("planner", sequence=sequence)
+        [sequence] = checks.integers_from_zero("planner", sequence=sequence)
         return _count_flops(model, sequence)
 
     def rows(self, tokens: int, sequence: int, ways: int = 1) -> int:
@@ -207,7 +207,7 @@ class Model(NamedTuple):
             (20480, 65536)
         """
         model = check_sizes(self)
-        tokens, sequence, ways = checks.whole("planner", tokens=tokens, sequence=sequence, ways=ways)
+        tokens, sequence, ways = checks.integers_from_one("planner", tokens=tokens, sequence=sequence, ways=ways)
         if not model.experts or model.experts % ways:
             raise ValueError(
                 f"planner: ways must divide the experts; got {ways} for {model.experts}. Choose fewer ways."
@@ -259,9 +259,9 @@ def _check_sizes(model: Model, types: tuple[type, ...]) -> Model:
             check_kind("planner", "capacity", value, (float,))
             [sizes[name]] = checks.positive("planner", capacity=value)
         elif name in _MAY_BE_ZERO:
-            [sizes[name]] = checks.count("planner", **{name: value})
+            [sizes[name]] = checks.integers_from_zero("planner", **{name: value})
         else:
-            [sizes[name]] = checks.whole("planner", **{name: value})
+            [sizes[name]] = checks.integers_from_one("planner", **{name: value})
     model = model._replace(**sizes)
     if model.head_size is None:
         checks.divisor("planner", "heads", model.heads, "hidden", model.hidden)

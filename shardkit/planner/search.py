@@ -142,7 +142,7 @@ def list_estimates(
     """Every layout that divides, whether it fits or not; arguments as for `search`."""
     machine = Machine(cost.chip(chip), memory_share, efficiency, links)
     _, batch, sequence = check_job(model, Layout(), machine, batch, sequence)
-    [chips] = checks.whole("planner", chips=chips)
+    [chips] = checks.integers_from_one("planner", chips=chips)
     estimates = []
     for layout in list_layouts(model, chip=machine.chip, chips=chips, batch=batch, sequence=sequence, axes=axes):
         estimates.append(estimate_checked(model, layout, machine, batch, sequence))

@@ -48,7 +48,7 @@ def source_of(
     if isinstance(candidate, CountedCandidate):
         source = _write_counted(candidate)
     else:
-        batch, sequence = checks.whole("planner", batch=batch, sequence=sequence)
+        batch, sequence = checks.integers_from_one("planner", batch=batch, sequence=sequence)
         source = _write_transformer(candidate, batch, sequence)
     return source + _write_options(options)
 

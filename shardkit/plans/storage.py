@@ -86,7 +86,7 @@ def is_padded(x: Any) -> bool:
     return isinstance(x, Padded)
 
 
-def collect_arrays(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The arrays of a tree by path: of a padded leaf the stored array. Of a tree of specs, the specs by path.
 
     Raises:

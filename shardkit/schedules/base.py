@@ -34,7 +34,7 @@ class Schedule(Grid):
 
     def order(self, device: int) -> list[str]:
         """The actions of a device in order: `["0F0", "0F1", "0B0", ...]`."""
-        (device,) = checks.count("Schedule.order", device=device)
+        (device,) = checks.integers_from_zero("Schedule.order", device=device)
         if device >= self.devices:
             raise ValueError(
                 f"Schedule.order: device must be one of {self.devices}; got {device}. Pass 0 to {self.devices - 1}."
@@ -263,7 +263,7 @@ def builder(build: F) -> F:
 
 def check_sizes(where: str, **values: int) -> tuple[int, ...]:
     """The sizes of a schedule as whole numbers from 1, of at most a million actions together."""
-    sizes = checks.whole(where, **values)
+    sizes = checks.integers_from_one(where, **values)
     if math.prod(sizes) > 10**6:
         got = checks.sized(zip(values, sizes, strict=True))
         raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {got}. Lower one.")

@@ -24,7 +24,7 @@ from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
 from shardkit.meshes.submeshes import join_submeshes, submeshes
 from shardkit.plans.axis_types import auto_mesh
-from shardkit.plans.storage import Storage, collect_arrays, replace_arrays
+from shardkit.plans.storage import Storage, leaves_by_path, replace_arrays
 from shardkit.steps.alike import AlikePrograms, AlikeRun
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.optimizer import Master
@@ -126,7 +126,7 @@ class Diloco:
             worker = train_step.init(params, key, carried)
             workers.append(worker._replace(key=jax.random.fold_in(worker.key, number)))
             # Copied, because a step donates the buffers of its state.
-            copies.append(collect_arrays(jax.tree.map(jnp.copy, worker.params)))
+            copies.append(leaves_by_path(jax.tree.map(jnp.copy, worker.params)))
         present_workers = [worker for worker in workers if worker is not None]
         if any(isinstance(worker.opt_state, Master) for worker in present_workers):
             raise ValueError(
@@ -221,7 +221,7 @@ class Diloco:
                 in_specs=(self._row_specs(params), specs),
                 out_specs={path: specs[path] for path in members},
             )
-            return exchange(rows, collect_arrays(params))
+            return exchange(rows, leaves_by_path(params))
 
         return jax.jit(start, static_argnums=2)
 
@@ -233,7 +233,7 @@ class Diloco:
             members = self._fragments(params)[fragment]
             specs = self._specs(params)
             row_specs = self._row_specs(params)
-            arrays = collect_arrays(params)
+            arrays = leaves_by_path(params)
             before = _take_members(arrays, members)
             # On arrays over the whole mesh: along the slow axis all devices compute the same, and nothing is sent.
             updates, outer = self.outer.update(moved, outer, before)
@@ -260,7 +260,7 @@ class Diloco:
         train_step = next(train_step for train_step in self.train_steps if train_step is not None)
         plan = train_step.step.plan
         assert plan is not None  # `diloco` has refused a step that was loaded
-        return collect_arrays(plan.placement(params, self.mesh).rest)
+        return leaves_by_path(plan.placement(params, self.mesh).rest)
 
     def _row_specs(self, params: Any) -> dict[str, PartitionSpec]:
         """The parameters of all workers as one array each, with the rows of one worker after those of another."""
@@ -279,7 +279,7 @@ class Diloco:
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
         arrays: list[dict[str, jax.Array] | None] = []
         for worker in state.workers:
-            arrays.append(None if worker is None else collect_arrays(worker.params))
+            arrays.append(None if worker is None else leaves_by_path(worker.params))
         return join_submeshes(arrays, self.mesh, self._row_specs(state.params), rows=True)
 
     def _take_rows(self, worker: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
@@ -287,7 +287,7 @@ class Diloco:
         if worker is None:
             return None
         arrays = {}
-        for path, x in collect_arrays(worker.params).items():
+        for path, x in leaves_by_path(worker.params).items():
             shards = []
             for shard in rows[path].addressable_shards:
                 # Of the rows of all workers those on this worker's devices. The buffers are taken as they are: nothing
@@ -307,7 +307,7 @@ class Diloco:
         """The leaves of each fragment by path, each with its rows; `...` for a whole leaf."""
         specs = self._specs(params)
         fragment_of = dict[str, np.ndarray]()  # one number for a leaf, or one for each row
-        for path, x in collect_arrays(params).items():
+        for path, x in leaves_by_path(params).items():
             numbers = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
             _check_fragments(path, x.shape, specs[path], numbers)
             fragment_of[path] = numbers

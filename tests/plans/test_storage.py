@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo.differences import compiled, is_written
-from shardkit.plans.storage import Padded, collect_arrays
+from shardkit.plans.storage import Padded, leaves_by_path
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN, without_a_mesh
 from support.refusals import value_error
@@ -302,7 +302,7 @@ def test_leaves_that_share_a_path_are_refused_where_they_are_kept_by_path():
     with value_error(f"tp: rules: {says}"):
         sk.tp("model", {"a": {"b": P(None, "model")}, "a.b": P("model")})
     with value_error(f"parameters: {says}"):
-        collect_arrays(params)
+        leaves_by_path(params)
     with value_error(f"describe: {says}"):
         sk.describe(params)
     layouts = sk.chain(sk.fsdp("data", min_size=1), sk.tp("model", lambda path, shape: shape.index(8)))

@@ -14,7 +14,7 @@ import pytest
 import shardkit as sk
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.submeshes import submeshes
-from shardkit.plans.storage import collect_arrays, replace_arrays
+from shardkit.plans.storage import leaves_by_path, replace_arrays
 from shardkit.runtime.channel.wire import LOST
 from shardkit.testing.exact.arguments import make_input
 from shardkit.testing.exact.draws import STEP, equal
@@ -180,11 +180,11 @@ def rounds(run: Any, every: int) -> Any:
     def trained(params: Any, batches: Any) -> Any:
         workers = [each.init(params, jax.random.fold_in(KEY, k)) for k, each in enumerate(run.train_steps)]
         whole = workers[0].params
-        outer = run.outer.init(collect_arrays(whole))
+        outer = run.outer.init(leaves_by_path(whole))
         for index, both in enumerate(batches):
             workers = [each.step(*own)[0] for each, *own in zip(run.train_steps, workers, both, strict=True)]
             if (index + 1) % every == 0:
-                each = [collect_arrays(own.params) for own in workers]
+                each = [leaves_by_path(own.params) for own in workers]
                 rows = {path: joined([own[path] for own in each]) for path in each[0]}
                 rows, whole, outer = run._finish(rows, whole, outer, run._start(rows, whole, 0), 0.0, 0)
                 for k in range(WORKERS):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import topologies
 
-from shardkit._arguments.checks import quoted, whole
+from shardkit._arguments.checks import integers_from_one, quoted
 from shardkit._arguments.extras import install
 from shardkit._jax import backends
 from shardkit.cost import Chip, chips
@@ -92,7 +92,7 @@ def topology_of(chip: str, count: int) -> Topology:
 
     For example 32 chips of v5p are "v5p:2x4x4", and 16 of h100 are "h100:1x2x8".
     """
-    [count] = whole("topology", chips=count)
+    [count] = integers_from_one("topology", chips=count)
     if chip in _GPU:
         per_host = chips[chip].host
         if count > _MOST_CHIPS or (count > per_host and count % per_host):

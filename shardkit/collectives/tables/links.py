@@ -72,7 +72,7 @@ def check_sizes(where: str, sizes: Sequence[int]) -> tuple[int, ...]:
     """The sizes of a torus; refuses an empty sequence, and sizes below 1."""
     if not sizes:
         raise ValueError(f"{where}: sizes must have at least one dim; got {sizes!r}. Pass for example (4, 4).")
-    return checks.whole(where, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
+    return checks.integers_from_one(where, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
 
 
 def time_steps(steps: Sequence[Sequence[Message]], links: Bandwidths, chunk_bytes: float, latency: float) -> LinkTimes:

@@ -34,7 +34,7 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
-    [n] = checks.whole("ring", devices=devices)
+    [n] = checks.integers_from_one("ring", devices=devices)
     _check_message_count("ring", n * (n - 1))
     hops = n // 2 if bidirectional else n - 1
     hops_back = n - 1 - hops  # the other way round
@@ -98,7 +98,7 @@ def bruck(op: Op, devices: int) -> SendTable:
 
     Source: Bruck et al., Efficient algorithms for all-to-all communications (1997), section 4.
     """
-    [n] = checks.whole("bruck", devices=devices)
+    [n] = checks.integers_from_one("bruck", devices=devices)
     _check_message_count("bruck", n * (n - 1))
     # After steps of 1, 2, ..., distance / 2 a device has the chunks from its own on, as many as the distance. Of 5, the
     # last step has distance 4 and only one chunk is missing: n - distance.
@@ -129,14 +129,14 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
 
     Source: Jeaugey, PAT: a new algorithm for all-gather and reduce-scatter operations at scale (arXiv:2506.20252).
     """
-    [n] = checks.whole("pat", devices=devices)
+    [n] = checks.integers_from_one("pat", devices=devices)
     _check_message_count("pat", n * (n - 1))
     power = 1 << (n - 1).bit_length()
     most = max(1, power // 2)
     if aggregate is None:
         limit = most
     else:
-        [limit] = checks.whole("pat", aggregate=aggregate)
+        [limit] = checks.integers_from_one("pat", aggregate=aggregate)
     if limit & (limit - 1) or limit > most:
         raise ValueError(
             f"pat: aggregate must be a power of two of at most {most}, half of {n} devices rounded up; got {limit}. "
@@ -322,7 +322,7 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
 
     Source: Sanders, Speck, Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan (2009).
     """
-    n, inner, chunks = checks.whole("tree", devices=devices, inner=inner, chunks=chunks)
+    n, inner, chunks = checks.integers_from_one("tree", devices=devices, inner=inner, chunks=chunks)
     if n % inner:
         raise ValueError(
             f"tree: inner must divide the devices; got {inner} for {n} devices. Pass the devices of a machine."
@@ -452,7 +452,7 @@ def _check_message_count(where: str, messages: int) -> None:
 
 
 def _check_power_of_two(where: str, devices: int) -> int:
-    [n] = checks.whole(where, devices=devices)
+    [n] = checks.integers_from_one(where, devices=devices)
     _check_message_count(where, n * (n - 1))
     if n & (n - 1):
         raise ValueError(

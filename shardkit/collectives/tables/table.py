@@ -297,7 +297,7 @@ def _check_send(table: SendTable, send: Send, value: int, present: int, is_alone
 def _check_sizes(table: SendTable) -> None:
     """Refuses sizes, and messages that are outside of them or out of order."""
     checks.one_of(table.name, "op", table.op, get_args(Op))
-    n, chunks = checks.whole(table.name, devices=table.devices, chunks=table.chunks)
+    n, chunks = checks.integers_from_one(table.name, devices=table.devices, chunks=table.chunks)
     if table.op != "all_reduce" and chunks % n:
         raise ValueError(
             f"{table.name}: the chunks of an {table.op} must be a multiple of its devices; got {chunks} chunks for "

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardkit._jax.jaxprs import source_line
 from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.function_table import FUNCTIONS
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Known, Operand
 
@@ -47,37 +48,8 @@ _NATURAL = {
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # Functions that jax computes of constants in floats, rounded: log(2) is no rational number.
-_ROUNDED = {
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "logistic",
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "pow",
-    "sin",
-    "cos",
-    "tan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asin",
-    "acos",
-    "atan",
-    "atan2",
-    "asinh",
-    "acosh",
-    "atanh",
-    "erf",
-    "erfc",
-    "erf_inv",
-    "lgamma",
-    "digamma",
-}
+_ROUNDED = {"exp", "expm1", "log", "log1p", "rsqrt"}
+_ROUNDED |= {name for name, function in FUNCTIONS.items() if function.is_rounded}
 
 
 def note_known(field: Field, equation: Any, around: str, operands: Sequence[Known], results: Sequence[Known]) -> None:

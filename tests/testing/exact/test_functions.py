@@ -8,6 +8,7 @@ from jax import lax
 from shardkit._jax.primitives import NONLINEAR
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.field import Field, Settings
+from shardkit.testing.exact.numbers.function_table import EVERYWHERE, FUNCTIONS
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.rules import elementwise
@@ -39,6 +40,24 @@ def test_a_constant_of_a_function_is_noted_as_rounded(name):
 # A function that the readers of a trace do not know stops the advice on a gradient, and the check of a first step.
 def test_the_readers_of_a_trace_know_each_function():
     assert set(NAMES) - NONLINEAR == set()
+
+
+# A pole that the table does not have makes a proof unsound: 0 * erf_inv(x - x + 1) would be 0.
+@pytest.mark.parametrize("value", [-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - OF_TWO))
+def test_the_table_says_where_a_function_is_no_finite_number(name, value):
+    function = FUNCTIONS[name]
+    in_floats = float(call(name, value))
+    field = Field(Settings(2, 3))
+    with np.errstate(all="ignore"):
+        result = apply_function(field, name, field.lift(np.full(1, value, np.float32)))
+    if np.isinf(in_floats):
+        assert result.is_truly_infinite.all() or (function.is_nan_at_poles and result.poison.all())
+    elif np.isnan(in_floats):
+        assert result.poison.all() and (function.domain != EVERYWHERE or function.is_nan_at_poles)
+    else:
+        np.testing.assert_allclose(result.real[0], in_floats, rtol=1e-5, atol=1e-6)
+        assert not result.is_truly_infinite.any()
 
 
 # Where a gradient is padded, tanh(0) must be zero and not a random number.

@@ -1,0 +1,110 @@
+"""What is known of each function without a law in the field: its real values, its domain, its poles, its value at 0.
+
+A proof is unsound if a pole is missing here: `0 * lgamma(x - x)` would be zero, and is NaN in floats. A test compares
+each row with what jax computes at a few numbers.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.values import TRULY, Exact
+
+EVERYWHERE: Literal["everywhere"] = "everywhere"
+NOT_NEGATIVE: Literal["not negative"] = "not negative"  # as sqrt
+BOUNDED: Literal["bounded"] = "bounded"  # on either side of zero perhaps, as asin and acosh
+_LARGEST_POLE = 2**20  # an integer beyond it may be a float that was rounded
+
+
+class Function(NamedTuple):
+    """A function of one or two floats.
+
+    Attributes:
+        real: the function of float64 values, or where it is, as "numpy:tanh".
+        at_zero: its value at 0, if that is 0 or 1.
+        domain: where it has a value.
+        find_poles: int [...], as `Exact.infinite`: where it is infinite for its arguments.
+        is_nan_at_poles: whether it has two limits there, and so is NaN.
+        is_rounded: whether jax rounds its values, as of most functions.
+    """
+
+    real: str | Callable[..., Any]
+    at_zero: int | None = None
+    domain: Literal["everywhere", "not negative", "bounded"] = EVERYWHERE
+    find_poles: Callable[..., np.ndarray] | None = None
+    is_nan_at_poles: bool = False
+    is_rounded: bool = True
+
+
+@cache
+def load_real(real: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function of float64 values. scipy is loaded here, because it takes a moment, and a proof alone needs it."""
+    if isinstance(real, str):
+        function: Callable[..., Any] = pkgutil.resolve_name(real)
+        return function
+    return real
+
+
+def _find_poles_at_zero(field: Field, x: Exact) -> np.ndarray:
+    return np.where(field.is_zero(x), -TRULY, 0)
+
+
+def _find_poles_at_ones(field: Field, x: Exact) -> np.ndarray:
+    one = field.lift(np.ones((1,) * len(x.shape), np.float32))
+    minus_one = field.lift(np.full((1,) * len(x.shape), -1, np.float32))
+    return np.where(find_equal(field, x, one), TRULY, np.where(find_equal(field, x, minus_one), -TRULY, 0))
+
+
+def _find_poles_at_integers(field: Field, x: Exact) -> np.ndarray:
+    """The poles at 0, -1, -2, ...: the real value says which of them an argument may be."""
+    nearest = np.rint(x.real[0])
+    may_be_pole = (nearest <= 0) & (nearest > -_LARGEST_POLE)
+    candidate = field.lift(np.where(may_be_pole, nearest, 1).astype(np.float32))
+    return np.where(may_be_pole & find_equal(field, x, candidate), TRULY, 0)
+
+
+def _find_poles_of_powers(field: Field, x: Exact, exponent: Exact) -> np.ndarray:
+    return np.where(field.is_zero(x) & (exponent.real[0] < 0), TRULY, 0)
+
+
+def _divide_integers(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.trunc(x / y)
+
+
+# By the name of the primitive.
+FUNCTIONS = {
+    "tanh": Function("numpy:tanh", at_zero=0),
+    "sin": Function("numpy:sin", at_zero=0),
+    "cos": Function("numpy:cos", at_zero=1),
+    "tan": Function("numpy:tan", at_zero=0),
+    "sinh": Function("numpy:sinh", at_zero=0),
+    "cosh": Function("numpy:cosh", at_zero=1),
+    "asin": Function("numpy:arcsin", at_zero=0, domain=BOUNDED),
+    "acos": Function("numpy:arccos", domain=BOUNDED),
+    "atan": Function("numpy:arctan", at_zero=0),
+    "asinh": Function("numpy:arcsinh", at_zero=0),
+    "acosh": Function("numpy:arccosh", domain=BOUNDED),
+    "atanh": Function("numpy:arctanh", at_zero=0, domain=BOUNDED, find_poles=_find_poles_at_ones),
+    "atan2": Function("numpy:arctan2"),
+    "sqrt": Function("numpy:sqrt", at_zero=0, domain=NOT_NEGATIVE),
+    "cbrt": Function("numpy:cbrt", at_zero=0),
+    "exp2": Function("numpy:exp2", at_zero=1),
+    "log2": Function("numpy:log2", domain=NOT_NEGATIVE, find_poles=_find_poles_at_zero),
+    "pow": Function("numpy:power", domain=NOT_NEGATIVE, find_poles=_find_poles_of_powers),
+    "erf": Function("scipy.special:erf", at_zero=0),
+    "erfc": Function("scipy.special:erfc", at_zero=1),
+    "erf_inv": Function("scipy.special:erfinv", at_zero=0, domain=BOUNDED, find_poles=_find_poles_at_ones),
+    "lgamma": Function("scipy.special:gammaln", find_poles=_find_poles_at_integers),
+    "digamma": Function("scipy.special:digamma", find_poles=_find_poles_at_integers, is_nan_at_poles=True),
+    "logistic": Function("scipy.special:expit"),
+    "rem": Function("numpy:fmod", is_rounded=False),
+    "nextafter": Function("numpy:nextafter", is_rounded=False),
+    "div of integers": Function(_divide_integers, is_rounded=False),
+}
