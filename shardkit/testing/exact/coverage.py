@@ -18,7 +18,7 @@ import numpy as np
 
 from shardkit.testing.exact.crossings import DIVISOR, JUMP, Differences
 from shardkit.testing.exact.numbers.arithmetic import subtract
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -34,7 +34,7 @@ _EQUALITIES = ("eq", "ne", "convert_element_type", "select_and_scatter_add", "se
 _PLACES = ("argmax", "argmin", "sort", "top_k", "approx_top_k")
 _MOST_CONSTANTS = 16  # of one comparison
 _ROUNDING = 1e-12  # of the numbers that are compared
-_OF_SIZE_ONE = ("normal", "positive", "unit", "negative", "narrow")  # kinds of inputs
+_OF_SIZE_ONE = ("normal", "positive", "unit", "negative", NARROW)  # kinds of inputs
 # With which numbers equal ones are taken together: 1 for those where the first operand is the larger one. The sign of a
 # number asks twice, as `x > 0` and `x < 0` do.
 _TIES = {"ge": (1,), "lt": (1,), "gt": (-1,), "le": (-1,), "lt_to": (1,), "le_to": (-1,), "sign": (1, -1)}

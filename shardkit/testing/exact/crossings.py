@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit.testing.exact.numbers.arithmetic import subtract
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import ANY, MIXED, SIMILAR, Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
@@ -89,9 +89,9 @@ class Crossings:
             place, index = self._tie
             tried.setdefault(place, set()).add(index)
 
-    def kind(self) -> str:
+    def choose_kind(self) -> str:
         """The kind of all other elements in the next draws."""
-        return str(self.rng.choice(["crossed", "crossed near", "crossed wide", "crossed mixed", "crossed similar"]))
+        return str(self.rng.choice([ANY, "near", "wide", MIXED, SIMILAR]))
 
     def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
         """An element that is not among the others, moved by a step; None if there is none."""

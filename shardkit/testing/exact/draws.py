@@ -28,7 +28,7 @@ from shardkit.testing.exact.evidence import Evidence, UndecidedError, Unprovable
 from shardkit.testing.exact.float_inputs import Propose
 from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie, find_tie_without_effect
 from shardkit.testing.exact.numbers.errors import UnknownValueError
-from shardkit.testing.exact.numbers.field import KINDS, MIXED, ROWS, SCALED, SIMILAR, WHOLE
+from shardkit.testing.exact.numbers.field import ANY, KINDS, MIXED, NARROW, ROWS, SCALED, SIMILAR, WHOLE
 from shardkit.testing.exact.program_pair import POINTS, ProgramPair, Side
 
 # After so many orders no more are tried for comparisons that went one way only.
@@ -106,7 +106,7 @@ def choose_effort(seconds: float) -> Effort:
 STEP = Effort(
     draws=1,
     most=1,
-    kinds=("narrow",),
+    kinds=(NARROW,),
     scaled=(),
     identified=1,
     ties=0,
@@ -292,7 +292,7 @@ def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
 def _draw(pair: ProgramPair, effort: Effort) -> None:
     """More draws of real inputs, until all comparisons have gone both ways."""
     coverage = pair.coverage
-    any_kind = [""] * effort.most
+    any_kind = [ANY] * effort.most
     for kind in [*effort.kinds, *any_kind]:
         if _has_enough_draws(pair, effort):
             break
@@ -316,7 +316,7 @@ def _draw(pair: ProgramPair, effort: Effort) -> None:
         pair.draw("zero")
     # At zeros the compared numbers may be NaN, which are equal to nothing: one more draw without zeros.
     if coverage.list_open(EQUALITY):
-        pair.draw("")
+        pair.draw(ANY)
 
 
 def _has_enough_draws(pair: ProgramPair, effort: Effort) -> bool:

@@ -38,7 +38,7 @@ from shardkit.testing.exact.numbers.errors import (
     UnknownValueError,
     UnsupportedError,
 )
-from shardkit.testing.exact.numbers.field import CROSSED, SEEDS, Field, Settings
+from shardkit.testing.exact.numbers.field import ANY, SEEDS, Field, Settings
 from shardkit.testing.exact.numbers.folded import Constant, Folded
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.square_roots import remember_roots
@@ -132,7 +132,7 @@ class ProgramPair:
 
     # Runs
 
-    def run(self, points: int, order: int | None = None, kind: str = "") -> None:
+    def run(self, points: int, order: int | None = None, kind: str = ANY) -> None:
         """Compares both programs in one field.
 
         The field is drawn again until no divisor is zero by chance, and values are within floats.
@@ -145,7 +145,7 @@ class ProgramPair:
         scale = 0
         redrawn = 0
         while redrawn < SEEDS:
-            field = self._make_field(points, self.seed, order, kind, _SCALES[scale])
+            field = self._make_field(points, self.seed, order, kind, scale=_SCALES[scale])
             if order is None:
                 self.seed += 1
             try:
@@ -185,7 +185,7 @@ class ProgramPair:
         whole = set()
         if not self.field.laws.roots.squares:
             whole = {name for name, values in inputs.items() if (2 * values == np.rint(2 * values)).all()}
-        field = self._make_field(_FEWEST, seed, kind=CROSSED if whole else "")
+        field = self._make_field(_FEWEST, seed, kind=ANY, crossed=bool(whole))
         rng = np.random.default_rng(seed)
         moduli = field.residues.moduli
         elements = []
@@ -207,7 +207,7 @@ class ProgramPair:
             crossings: chooses the elements.
             count: how many elements are put so, one after the other.
         """
-        kind = crossings.kind()
+        kind = crossings.choose_kind()
         placed: list[Element] = []
         seed = self.seed
         self.seed += 1
@@ -215,7 +215,7 @@ class ProgramPair:
         try:
             for number in range(count + 1):
                 before = Differences()
-                field = self._make_field(_FEWEST, seed, kind=kind, elements=placed)
+                field = self._make_field(_FEWEST, seed, kind=kind, crossed=True, elements=placed)
                 self.coverage.differences = before
                 self._compare_all(field)
                 # The first of these runs has no element put anywhere yet: it shows which differences are compared, for
@@ -247,7 +247,9 @@ class ProgramPair:
         if moved is None:
             return None
         after = Differences()
-        field = self._make_field(_FEWEST, field.settings.seed, kind=field.settings.kind, elements=[*elements, moved])
+        settings = field.settings
+        elements = [*elements, moved]
+        field = self._make_field(_FEWEST, settings.seed, kind=settings.kind, crossed=True, elements=elements)
         field.coverage = Coverage(differences=after, identifies=False)
         for side, run in zip((ON_MESH, ALONE), self.sides, strict=True):
             field.coverage.side = side
@@ -261,12 +263,13 @@ class ProgramPair:
         points: int,
         seed: int,
         order: int | None = None,
-        kind: str = "",
+        kind: str = ANY,
+        crossed: bool = False,
         scale: float = 1.0,
         elements: Sequence[Element] = (),
     ) -> Field:
         """A field that notes comparisons."""
-        field = Field(Settings(points, seed, self.shallow, order, kind, scale, self.levels))
+        field = Field(Settings(points, seed, self.shallow, order, kind, crossed, scale, self.levels))
         field.coverage = self.coverage
         field.choices.centres = tuple(sorted(self.coverage.constants))
         field.choices.elements = tuple(elements)

@@ -82,7 +82,7 @@ def test_crossings_prefer_comparisons_of_one_side():
     crossings, foreign = Crossings(), (0, 9, "")
     places = [(0, number, "") for number in range(10)] + [(0, number, DIVISOR) for number in range(10)]
     for seed in range(40):
-        field = Field(Settings(1, seed, kind="crossed"))
+        field = Field(Settings(1, seed, kind="any", crossed=True))
         x = draw_input(field, "x", (2, 3))
         moved = crossings.moved(field, [])
         other = field.like()

@@ -66,17 +66,19 @@ from shardkit.testing.exact.numbers.values import (
 )
 
 # What the real inputs of a draw are. The first draws use one kind for all inputs; further draws choose one by input.
+ANY = "any"
 KINDS = ("normal", "positive", "wide", "unit", "negative", "near")
 MIXED = "mixed"  # of which each element is one of the kinds
 SIMILAR = "similar"  # of which rows, columns or all elements are one of the kinds, and differ by little
 # All inputs are of one size: a norm of a hundred of them is then below, or above, the bound to which it is clipped.
 SCALED = ("tiny", "large", "tiniest")
-# Kinds that plant equal rows or elements, zeros, or crossings. A division by zero is then the draw's, not the
-# program's, and gradients are not compared: the derivative of a maximum of equal numbers is a matter of convention.
-CROSSED = "crossed"  # inputs are put where a comparison changes its answer
+NARROW = "narrow"  # about zero
+# Kinds that plant equal rows or elements, or zeros. A division by zero is then the draw's, not the program's, and
+# gradients are not compared: the derivative of a maximum of equal numbers is a matter of convention.
 ROWS = "rows"  # rows, columns and blocks are zero, of one number, or all the same, as padding and duplicates are
 WHOLE = "whole"  # small whole numbers, or halves of them: computed numbers are then equal too
-PLANTED = ("alike", "repeated", "zero", ROWS, WHOLE, CROSSED)
+PLANTED = ("alike", "repeated", "zero", ROWS, WHOLE)
+_ALL_KINDS = {ANY, *KINDS, MIXED, SIMILAR, NARROW, *SCALED, *PLANTED}
 # Where a divisor is zero at some point by chance, the points are drawn again, at most so many times.
 SEEDS = 8
 # Where the outcome of a comparison is turned round, beside bool [...] for some elements (`hidden.py`).
@@ -92,9 +94,10 @@ class Settings(NamedTuple):
         seed: which points, and which inputs, are drawn.
         shallow: whether `logistic` is uninterpreted too, which then uses up no prime.
         order: which order decides comparisons; None where the real values of a draw do.
-        kind: the kind of the inputs of a draw, one of KINDS, PLANTED or SCALED, or MIXED, SIMILAR, "narrow"; "" for one
-            of KINDS for each. CROSSED and another kind, as "crossed wide": some elements are put where a comparison
-            changes its answer (a maximum of equal numbers), and the others are of the other kind.
+        kind: the kind of the inputs of a draw: one of KINDS, PLANTED or SCALED; MIXED, SIMILAR or NARROW; ANY for one
+            of KINDS for each input.
+        crossed: whether elements that the field prescribes are put where a comparison changes its answer, as for a
+            maximum of equal numbers; all others are of the kind.
         scale: the factor by which normal inputs are multiplied.
         levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
         laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
@@ -105,6 +108,7 @@ class Settings(NamedTuple):
     shallow: bool = False
     order: int | None = None
     kind: str = KINDS[0]
+    crossed: bool = False
     scale: float = 1.0
     levels: int = LEVELS
     laws_of_roots: bool = False
@@ -150,6 +154,7 @@ class Field:
     """
 
     def __init__(self, settings: Settings):
+        assert settings.kind in _ALL_KINDS, settings.kind
         self.settings = settings
         self.choices = Choices()
         self.compiled = False
@@ -175,7 +180,9 @@ class Field:
     @property
     def planted(self) -> bool:
         """Whether the draw has made inputs equal, or zero: a NaN may then be one for these inputs alone."""
-        return self.settings.order is None and self.settings.kind.partition(" ")[0] in PLANTED
+        if self.settings.order is not None:
+            return False
+        return self.settings.crossed or self.settings.kind in PLANTED
 
     @property
     def undefined(self) -> int:

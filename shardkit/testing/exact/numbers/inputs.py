@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from shardkit.testing.exact.numbers.assembly import where
-from shardkit.testing.exact.numbers.field import CROSSED, KINDS, MIXED, ROWS, SIMILAR, WHOLE, Field
+from shardkit.testing.exact.numbers.field import ANY, KINDS, MIXED, NARROW, ROWS, SIMILAR, WHOLE, Field
 from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 
-_WIDTHS = {"wide": 16.0, "narrow": 0.1, "tiny": 1e-3, "tiniest": 1e-6, "large": 1e3}
+_WIDTHS = {"wide": 16.0, NARROW: 0.1, "tiny": 1e-3, "tiniest": 1e-6, "large": 1e3}
 _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are drawn as
 
 
@@ -40,9 +40,9 @@ def _draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     # [components, elements], from 1 to p - 1: an input is not zero, as almost all floats are not.
     number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
     number = number.reshape(len(number), *shape)
-    kind = field.settings.kind.removeprefix(CROSSED).strip()
+    kind = field.settings.kind
     real_kind = kind
-    if not kind:
+    if kind == ANY:
         real_kind = KINDS[rng.integers(len(KINDS))]
     real = draw_real(field, rng, real_kind, (1, *shape))
     x = Exact(number, build_facts(shape), real, degree=INPUT)
