@@ -2,7 +2,8 @@
 
 `enter`, `leave` and `to_rest` run inside shard_map and read a placement alone: no strategy is named here. When a dim is
 gathered and when its gradient is scattered ("step", "layer", "microbatch", "update", "never") is in the table of
-`plans/splits.py`, with what makes a leaf `lazy` or `automatic`.
+`plans/splits.py`, with what makes a leaf `lazy` or `automatic`, and with its four layouts: at `rest` in the state, as
+`seen` by the loss, as its `grad` leaves the loss, and in the `update`, which optimizer states share.
 
 Worked example: a leaf w[8, 6] under `dp("data")` of 2 and `fsdp("fsdp")` of 4, which split the batch, in bfloat16.
 
@@ -51,7 +52,7 @@ from shardkit.plans.storage import is_padded, stored_array, wrap_stored
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
 
-# By this name readers of the trace know that a value marked as varying here has the same numbers on all devices.
+# By this name readers of a trace, as lint and the check of a first step, tell what a plan does from what a loss does.
 @jax.named_scope(PLAN)
 def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.

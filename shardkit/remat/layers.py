@@ -69,7 +69,8 @@ def gathered(
         ValueError: an unknown policy, or one that cannot be offloaded.
 
     Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
-        compiler merges the two gathers and keeps the weights; the compilers for TPU and GPU do not.
+        compiler drops the barrier between the two gathers, merges them and keeps the weights; the compilers for TPU and
+        GPU do not.
 
     Example:
         >>> project = sk.gathered(lambda w, x: x @ w)
