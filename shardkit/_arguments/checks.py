@@ -17,30 +17,30 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 Axis = str | tuple[str, ...]
 
 
-def quoted(names: Iterable[object]) -> str:
+def quote(names: Iterable[object]) -> str:
     """`'data', 'model'`, or `none`."""
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def named(axes: Sequence[str]) -> str:
+def name_axes(axes: Sequence[str]) -> str:
     """`axis 'data'` or `axes 'data', 'model'`."""
     noun = "axis" if len(axes) == 1 else "axes"
-    return f"{noun} {quoted(axes)}"
+    return f"{noun} {quote(axes)}"
 
 
-def sized(sizes: Iterable[tuple[str, int]]) -> str:
+def format_sizes(sizes: Iterable[tuple[str, int]]) -> str:
     """`data=2, model=4`."""
     return ", ".join(f"{name}={size}" for name, size in sizes) or "none"
 
 
-def counted(n: int, thing: str, plural: str = "s") -> str:
+def format_count(n: int, thing: str, plural: str = "s") -> str:
     """`1 device`, `2 devices`."""
     if n == 1:
         return f"{n} {thing}"
     return f"{n} {thing}{plural}"
 
 
-def either(words: Sequence[str]) -> str:
+def join_alternatives(words: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     *others, last = words
     if not others:
@@ -48,7 +48,7 @@ def either(words: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def raised(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """`TypeError: no array`: an exception's type and the first line of its text, without the dot."""
     name = type(error).__name__
     for line in str(error).splitlines():
@@ -61,7 +61,7 @@ def raised(error: BaseException) -> str:
 def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices; the error names one to pass."""
     if value not in choices or isinstance(value, bool):  # True would be 1
-        rule = either([repr(choice) for choice in choices])
+        rule = join_alternatives([repr(choice) for choice in choices])
         raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Pass for example {name}={choices[0]!r}.")
 
 
@@ -117,7 +117,7 @@ def shapes(where: str, **arrays: tuple[Any, str]) -> None:
                 fits = False
         if not fits:
             rule = ", ".join(re.findall(r"\.\.|\w", dims))
-            known_sizes = sized((letter, sizes[letter]) for letter in letters if letter in sizes)
+            known_sizes = format_sizes((letter, sizes[letter]) for letter in letters if letter in sizes)
             suffix = "" if known_sizes == "none" else f", {known_sizes}"
             raise ValueError(
                 f"{where}: {name} must have the shape [{rule}]{suffix}; got {shape}. Pass an array of that shape."
@@ -148,7 +148,7 @@ def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) ->
     """Refuses a dim that is not divisible by the number of devices of `axes`."""
     if size % count:
         raise ValueError(
-            f"{where}: dim {dim} must be divisible by {named(axes)}; got size {size} over {count} devices. "
+            f"{where}: dim {dim} must be divisible by {name_axes(axes)}; got size {size} over {count} devices. "
             f"Pad dim {dim} or choose another dim."
         )
 
@@ -270,7 +270,7 @@ def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool
     """
     context = _mesh_of_context()
     if devices and isinstance(given, AbstractMesh):
-        sizes = sized(given.shape.items())
+        sizes = format_sizes(given.shape.items())
         raise ValueError(f"{where}: the mesh must have devices; got abstract {sizes}. Pass sk.make_mesh({sizes}).")
     if given is None:
         if context.empty:

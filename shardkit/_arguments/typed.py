@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardkit._arguments.checks import either, quoted
+from shardkit._arguments.checks import join_alternatives, quote
 
 F = TypeVar("F", bound=Callable[..., Any])
 _TOO_LARGE = 2**63  # for the integers of jax
@@ -130,7 +130,7 @@ def check_keys(where: str, name: str, tree: Any) -> None:
         except TypeError:
             raise TypeError(
                 f"{where}: the keys of each dict in {name} must be of one type, because jax sorts the leaves by them; "
-                f"got {quoted(tree)}. Make all of them strings."
+                f"got {quote(tree)}. Make all of them strings."
             ) from None
     if isinstance(tree, Mapping):
         children: Iterable[Any] = tree.values()
@@ -172,7 +172,7 @@ def _make_error(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> 
     words += [kind.words for kind in kinds]
     if None in allowed:
         words.append("None")
-    rule = either(list(dict.fromkeys(words)))
+    rule = join_alternatives(list(dict.fromkeys(words)))
     remedy = _choose_remedy(name, value, scalars, kinds, choices)
     error: type[Exception] = TypeError
     is_other_choice = bool(choices) and isinstance(value, str)

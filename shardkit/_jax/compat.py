@@ -21,7 +21,7 @@ from jax.extend.mlir import hlo_to_stablehlo
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import Axis, axis_names, quoted
+from shardkit._arguments.checks import Axis, axis_names, quote
 
 # The scope of the casts that `vary` makes.
 ASKED = "shardkit_vary"
@@ -161,7 +161,7 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
                 "Call it inside jax.shard_map over a mesh with that axis."
             )
         raise UnboundAxisError(
-            f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(sizes)}. "
+            f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quote(sizes)}. "
             "Use one of them, or add the axis to make_mesh."
         )
     return names

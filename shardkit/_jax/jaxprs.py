@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 
@@ -153,7 +153,7 @@ def communicates(jaxpr: Any) -> str:
             name = site.name
         if name is not None:
             axes = mesh_axes(site.equation)
-            return f"{name} over {quoted(axes)}" if axes else name
+            return f"{name} over {quote(axes)}" if axes else name
     return ""
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 
 # The primitive of `assume_replicated`.
@@ -82,7 +82,7 @@ def _permute(x: Any, axes: tuple[str, ...], params: Any) -> Any:
     for devices in (sources, targets):
         if len(set(devices)) < len(devices) or not set(devices) <= set(range(count)):
             raise ValueError(
-                f"emulate: ppermute over {quoted(names)} must name each of its {count} devices at most once as "
+                f"emulate: ppermute over {quote(names)} must name each of its {count} devices at most once as "
                 f"source and once as target; got {pairs}. Remove duplicates and devices that do not exist."
             )
     if len(names) == 1 and len(targets) == count:

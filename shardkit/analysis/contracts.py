@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least, axis_names, quoted
+from shardkit._arguments.checks import Axis, at_least, axis_names, quote
 from shardkit._arguments.typed import DTYPE, short, typed
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import compiled
@@ -29,7 +29,7 @@ class Collective(NamedTuple):
         times = "at least one"
         if self.times is not None:
             times = f"{self.times} x"
-        text = f"{times} {self.kind} over {quoted(self.axes)}"
+        text = f"{times} {self.kind} over {quote(self.axes)}"
         if self.sent is None:
             return text
         return f"{text}, {float(self.sent):,.0f} bytes sent"
@@ -54,7 +54,7 @@ def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | F
     """
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(
-            f"collective: kind must be one of {quoted(COLLECTIVE_KINDS)}; got {kind!r}. Pass for example 'all_reduce'."
+            f"collective: kind must be one of {quote(COLLECTIVE_KINDS)}; got {kind!r}. Pass for example 'all_reduce'."
         )
     at_least("collective", 0, times=times, sent=sent)
     return Collective(kind, tuple(sorted(axis_names("collective", axis))), times, sent)
@@ -104,7 +104,7 @@ class expects:
         for (kind, axes), count in keys.items():
             if count > 1:
                 raise ValueError(
-                    f"expects: a kind over the same axes must have one row; got two for {kind} over {quoted(axes)}. "
+                    f"expects: a kind over the same axes must have one row; got two for {kind} over {quote(axes)}. "
                     "Add them up."
                 )
         for dtype in _list_dtypes(sums):
@@ -239,7 +239,7 @@ def narrow_sums(rows: Sequence[CensusRow], expected: Any) -> list[str]:
                 break
     lines = []
     for (dtype, axes, kind, sums), group in groups.items():
-        line = f"- expected sums in {dtype}; {kind} over {quoted(axes)} adds in {sums}"
+        line = f"- expected sums in {dtype}; {kind} over {quote(axes)} adds in {sums}"
         lines.append(line + _list_places(group))
     return lines
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import at_least, counted, quoted, sized
+from shardkit._arguments.checks import at_least, format_count, format_sizes, quote
 from shardkit._arguments.typed import typed
 from shardkit.analysis.compiled_rules import COMPILED_RULES
 from shardkit.analysis.compiled_rules.program import CompiledProgram, compiled_program
@@ -154,7 +154,7 @@ class Audit:
 
     def _devices(self) -> str:
         """The devices and the mesh, in words."""
-        return f"{_describe_devices(self.devices, self.target)}, {sized(self.mesh.items())}"
+        return f"{_describe_devices(self.devices, self.target)}, {format_sizes(self.mesh.items())}"
 
     def _sending_rows(self) -> tuple[CensusRow | CompiledRow, ...]:
         """The collectives as compiled, or as written if it was only traced."""
@@ -169,14 +169,14 @@ class Audit:
             sizes["held"] = Fraction(self.memory.held)
             sizes["temp"] = Fraction(self.memory.temp)
         for row in self._sending_rows():
-            name = f"sent by {row.kind} over {quoted(row.axes)}"
+            name = f"sent by {row.kind} over {quote(row.axes)}"
             sizes[name] = sizes.get(name, Fraction(0)) + row.total
         return sizes
 
     def __str__(self) -> str:
         lines = [
             f"{self.step} on {_describe_devices(self.devices, self.target)} ({format_versions(self.versions)})",
-            f"mesh: {sized(self.mesh.items())}",
+            f"mesh: {format_sizes(self.mesh.items())}",
         ]
         if self.memory:
             lines.append(f"held: {format_bytes(self.memory.held)} per device")
@@ -185,7 +185,7 @@ class Audit:
         if self.memory:
             lines.append(f"as compiled:\n{Compiled(self.census, self.rows, self.memory)}")
         if self.findings:
-            lines.append(counted(len(self.findings), "finding"))
+            lines.append(format_count(len(self.findings), "finding"))
         else:
             lines.append("no findings")
         for finding in self.findings:
@@ -196,7 +196,7 @@ class Audit:
 
 
 def _describe_devices(devices: int, target: str) -> str:
-    text = counted(devices, "device")
+    text = format_count(devices, "device")
     if not target:
         return f"{text} as traced"
     return f"{text} of {target}"
@@ -333,7 +333,7 @@ def check_rules(where: str, ignore: Collection[str]) -> None:
     """Refuses names that are no rules."""
     unknown = sorted(set(ignore) - RULES.keys())
     if unknown:
-        raise ValueError(f"{where}: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Pass some of them.")
+        raise ValueError(f"{where}: ignore must name rules, {quote(RULES)}; got {quote(unknown)}. Pass some of them.")
 
 
 def findings_of(program: TracedProgram, ignore: Collection[str]) -> list[Finding]:

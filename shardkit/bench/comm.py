@@ -106,7 +106,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
             hops = way.hops(n)
         fields = {"impl": name} | shared | _read_program(timed, mesh, mode, calls, hops)
         cases.append(timed._replace(fields=fields))
-    along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
+    along = f"{', '.join(sweep.axes)} of {checks.format_sizes(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
     # What `measure` compares is the number of wrong elements, with 0. A wrong implementation is a row of the table and
     # does not end it, since the others still tell something.
@@ -216,7 +216,7 @@ def _title(record: Record) -> str:
     title = record["op"]
     if record["redop"] != "none":
         title += f" {record['redop']}"
-    title += f" over {record['axes']} (mesh {checks.sized(record['mesh'].items())}"
+    title += f" over {record['axes']} (mesh {checks.format_sizes(record['mesh'].items())}"
     if record["physical"]:
         title += f", along {record['physical']}"
     return f"{title})"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit import cost
-from shardkit._arguments.checks import counted, named
+from shardkit._arguments.checks import format_count, name_axes
 from shardkit._arguments.typed import check_kind
 from shardkit.bench.records import Record
 from shardkit.cost.hardware import chip_of
@@ -75,9 +75,9 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
     # Rows that are multiples of each other, as of one size measured twice, have many solutions.
     if np.linalg.matrix_rank(causes / np.maximum(causes.max(axis=0, initial=0), 1)) < 2:
         raise ValueError(
-            f"alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got "
-            f"{counted(len(rows), 'usable record')} of {counted(len({row[:2] for row in rows}), 'size')}. Measure more "
-            "sizes."
+            "alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got "
+            f"{format_count(len(rows), 'usable record')} of {format_count(len({row[:2] for row in rows}), 'size')}. "
+            "Measure more sizes."
         )
     solution, *_ = np.linalg.lstsq(shares / scale, np.ones(len(rows)), rcond=None)
     solution = solution / scale
@@ -151,7 +151,7 @@ def _fit_link(records: Sequence[Record]) -> cost.Link:
         largest = max(record.get("written_bytes") or 0 for record in records)
         axes = list(dict.fromkeys(record["axes"] for record in records))
         raise ValueError(
-            f"bench.links: times must grow with the bytes; over {named(axes)} they do not up to "
+            f"bench.links: times must grow with the bytes; over {name_axes(axes)} they do not up to "
             f"{largest:,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 import shardkit as sk
-from shardkit._arguments.checks import at_least, quoted, sized
+from shardkit._arguments.checks import at_least, format_sizes, quote
 from shardkit.analysis.hlo.differences import Compiled, read_compiled
 from shardkit.analysis.jaxpr.census import traceable
 from shardkit.bench.measure import Case, difference, measure
@@ -81,7 +81,7 @@ def strategies(
     for name in only:
         if name not in names:
             raise ValueError(
-                f"strategies: --only must name cases that fit the mesh; got {name!r}; these fit: {quoted(names[1:])}. "
+                f"strategies: --only must name cases that fit the mesh; got {name!r}; these fit: {quote(names[1:])}. "
                 "Pass some of them."
             )
     chosen = names
@@ -102,7 +102,7 @@ def strategies(
         programs.append(program._replace(fields=fields))
     return measure(
         "strategies",
-        sized(mesh.shape.items()),
+        format_sizes(mesh.shape.items()),
         programs,
         mode="dispatched",
         calls=calls,
@@ -154,7 +154,7 @@ def _check(work: Workload, mesh: Mesh) -> None:
     if not set(mesh.axis_names) <= {"data", "model"}:
         raise ValueError(
             "strategies: the mesh must have the axes 'data' and 'model', or one of them; got "
-            f"{sized(mesh.shape.items())}. Write for example data=4 model=2; pipelines run over 'model'."
+            f"{format_sizes(mesh.shape.items())}. Write for example data=4 model=2; pipelines run over 'model'."
         )
     if jax.process_count() > 1:
         raise ValueError(

@@ -135,7 +135,7 @@ def _choose_axes(mesh: Mesh, axis: checks.Axis | None) -> tuple[str, ...]:
     for name in axes:
         if name not in mesh.shape:
             raise ValueError(
-                f"{WHERE}: --axis must name axes of the mesh, {checks.quoted(mesh.shape)}; got {name!r}. Add it to "
+                f"{WHERE}: --axis must name axes of the mesh, {checks.quote(mesh.shape)}; got {name!r}. Add it to "
                 f"the mesh, as in {name}=2, or name another."
             )
     return axes
@@ -184,7 +184,7 @@ def _choose_operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> lis
         unknown = [name for name in ops if name not in {*OPERATIONS, *_OTHER_NAMES}]
         raise ValueError(
             f"{WHERE}: a kernel must have a reference to be compared with; there is none for {unknown[0]!r}, only for "
-            f"{checks.quoted(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
+            f"{checks.quote(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
         ) from None
     return [OPERATIONS[name] for name in dict.fromkeys(names)]
 
@@ -195,8 +195,8 @@ def _choose_redops(operation: Operation, redops: Sequence[str], is_named: bool) 
     for redop in redops:
         if is_named and redop not in operation.redops:
             raise ValueError(
-                f"{WHERE}: --redop of {operation.name} must be {checks.either(operation.redops)}; got {redop}. Pass "
-                f"for example --redop {operation.redops[0]}, or another --op."
+                f"{WHERE}: --redop of {operation.name} must be {checks.join_alternatives(operation.redops)}; got "
+                f"{redop}. Pass for example --redop {operation.redops[0]}, or another --op."
             )
     return [redop for redop in redops if redop in operation.redops]
 
@@ -211,14 +211,14 @@ def _why_lacking(operation: Operation, name: str, redop: str, dtype: str, axes: 
             subject = "an operation"
             choices = all_names
         return (
-            f"{WHERE}: --impl of {subject} must be {checks.either(choices)}; got {name}. Pass for example --impl "
-            f"{choices[0]}, or a kernel of your own, as in train.py:kernel."
+            f"{WHERE}: --impl of {subject} must be {checks.join_alternatives(choices)}; got {name}. Pass for example "
+            f"--impl {choices[0]}, or a kernel of your own, as in train.py:kernel."
         )
     way = operation.ways[name]
     if way.redops is not None and redop not in (*way.redops, "none"):
         return (
-            f"{WHERE}: --redop of {operation.name} by {name} must be {checks.either(way.redops)}; got {redop}. Pass "
-            f"for example --redop {way.redops[0]}, or another --impl."
+            f"{WHERE}: --redop of {operation.name} by {name} must be {checks.join_alternatives(way.redops)}; got "
+            f"{redop}. Pass for example --redop {way.redops[0]}, or another --impl."
         )
     if way.levels > len(axes):
         return (

@@ -26,7 +26,7 @@ def is_refusal(error: Exception) -> bool:
 
 def refuse_users_error(where: str, functions: str, error: Exception) -> None:
     """Refuses what the user's `functions` raised, by its line; returns if the error is shardkit's or jax's own."""
-    from shardkit._arguments.checks import raised
+    from shardkit._arguments.checks import describe_error
     from shardkit._jax.jaxprs import own_line
 
     if is_refusal(error):
@@ -37,5 +37,5 @@ def refuse_users_error(where: str, functions: str, error: Exception) -> None:
     line = own_line(frames[::-1])  # the innermost first
     if line:
         raise ValueError(
-            f"{where}: {functions} must run; {line} raises {raised(error)}. Add --debug to see the traceback."
+            f"{where}: {functions} must run; {line} raises {describe_error(error)}. Add --debug to see the traceback."
         ) from error

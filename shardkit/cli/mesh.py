@@ -7,7 +7,7 @@ import math
 import jax
 
 import shardkit as sk
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.meshes.simulated import offer_cpu_devices
 
 # What plans call axes, and "tensor", under which the planner looks for the links of "model".
@@ -26,9 +26,7 @@ def read_sizes(where: str, words: tuple[str, ...]) -> dict[str, int]:
                 f"{where}: the mesh must be given as AXIS=SIZE; got {word!r}. Write for example data=8."
             ) from None
         if axis not in AXES:
-            raise ValueError(
-                f"{where}: the axis must be one of {quoted(AXES)}; got {axis!r}. Write for example data=8."
-            )
+            raise ValueError(f"{where}: the axis must be one of {quote(AXES)}; got {axis!r}. Write for example data=8.")
         if axis in sizes:
             raise ValueError(
                 f"{where}: axis {axis!r} must be given once; got {' '.join(words)!r}. Remove one of the two."

@@ -68,7 +68,7 @@ def prove(options: Options) -> int:
 
 def _load_arguments(text: str) -> Any:
     """What the user's function returns."""
-    from shardkit._arguments.checks import raised
+    from shardkit._arguments.checks import describe_error
     from shardkit.cli.target import load_function
 
     make = load_function(text)
@@ -76,8 +76,8 @@ def _load_arguments(text: str) -> Any:
         return make()
     except Exception as error:
         raise ValueError(
-            f"prove: {text} must return the arguments of a proof; it raises {raised(error)}. Run it with python to "
-            "see the traceback."
+            f"prove: {text} must return the arguments of a proof; it raises {describe_error(error)}. Run it with "
+            "python to see the traceback."
         ) from error
 
 

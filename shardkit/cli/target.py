@@ -15,7 +15,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import raised
+from shardkit._arguments.checks import describe_error
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "pred": "bool", "c64": "complex64"}
 for _bits in (8, 16, 32, 64):
@@ -70,8 +70,8 @@ def load_step(where: str, text: str, args: Sequence[str]) -> tuple[Callable[...,
     except Exception as error:
         # Python's own exit code would be that of a finding.
         raise ValueError(
-            f"{where}: {text} must return a step and its arguments; it raises {raised(error)}. Run it with python to "
-            "see the traceback."
+            f"{where}: {text} must return a step and its arguments; it raises {describe_error(error)}. Run it with "
+            "python to see the traceback."
         ) from error
     # Not isinstance: a NamedTuple, such as a TrainState, is one argument, and not the tuple of all.
     if len(arguments) == 1 and type(arguments[0]) is tuple:
@@ -156,7 +156,8 @@ def _import_file(where: str) -> ModuleType:
 
 def _cannot_be_imported(where: str, error: Exception) -> TargetError:
     return TargetError(
-        f"target: {where} cannot be imported; it raises {raised(error)}. Run it with python to see the traceback."
+        f"target: {where} cannot be imported; it raises {describe_error(error)}. Run it with python to see the "
+        "traceback."
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least, axis_names, named, one_of, quoted
+from shardkit._arguments.checks import Axis, at_least, axis_names, name_axes, one_of, quote
 from shardkit._arguments.typed import DType, typed
 from shardkit.collectives import basic, bucketed
 from shardkit.collectives import compressed as quantized
@@ -69,7 +69,7 @@ class Algorithm(NamedTuple):
         if getattr(self, kernel) is None:
             kernels = [name for name in _KERNELS if getattr(self, name) is not None]
             raise ValueError(
-                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quoted(kernels)}. "
+                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quote(kernels)}. "
                 "Pass for example sk.algorithms.ring()."
             )
         if self.fits is not None:
@@ -152,7 +152,7 @@ def hierarchical(inner: Axis) -> Algorithm:
         hierarchical('model')
     """
     fast_axes = axis_names("hierarchical", inner)
-    name = f"hierarchical({quoted(fast_axes)})"
+    name = f"hierarchical({quote(fast_axes)})"
 
     def make_kernel(kind: str) -> Callable[..., Any]:
         one_level_kernel = getattr(basic, kind)
@@ -434,7 +434,7 @@ def _describe_compression(dtype: str, fast_axes: tuple[str, ...], inner_dtype: s
     """`compressed(int4, inner='model' in int8) with feedback`."""
     inner = ""
     if fast_axes:
-        inner = f", inner={quoted(fast_axes)}"
+        inner = f", inner={quote(fast_axes)}"
     if inner_dtype is not None:
         inner += f" in {inner_dtype}"
     description = f"compressed({dtype}{inner})"
@@ -452,6 +452,6 @@ def _check_ends_in(name: str, fast_axes: tuple[str, ...], where: str, axes: tupl
     """Refuses axes that do not end in the fast ones: shards are numbered with the devices of a machine fastest."""
     if axes[-len(fast_axes) :] != fast_axes or len(axes) == len(fast_axes):
         raise ValueError(
-            f"{where}: {name} needs the axes of slow links, then {named(fast_axes)}; got {quoted(axes)}. Pass for "
-            f"example axis=('node', {quoted(fast_axes)})."
+            f"{where}: {name} needs the axes of slow links, then {name_axes(fast_axes)}; got {quote(axes)}. Pass for "
+            f"example axis=('node', {quote(fast_axes)})."
         )

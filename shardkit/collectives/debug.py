@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, quoted
+from shardkit._arguments.checks import Axis, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
@@ -128,7 +128,7 @@ def _format_title(leaf: _Leaf, gathered_axes: tuple[str, ...], group: dict[str, 
         title += f" at {_format_place(tuple(group), tuple(group.values()))}"
     equal_axes = [axis for axis in gathered_axes if axis not in leaf.axes]
     if equal_axes:
-        title += f", the same along {quoted(equal_axes)}"
+        title += f", the same along {quote(equal_axes)}"
     return title
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import Axis, dim_of, named
+from shardkit._arguments.checks import Axis, dim_of, name_axes
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives.axes import as_numbers, axis_size
@@ -196,7 +196,7 @@ def _check_sizes(where: str, sizes: Sequence[int], names: tuple[str, ...]) -> tu
     count = axis_size(names)
     if len(sizes) != count or min(sizes) < 0:
         raise ValueError(
-            f"{where}: sizes must be one size of at least 0 for each device of {named(names)}; got {sizes} over "
+            f"{where}: sizes must be one size of at least 0 for each device of {name_axes(names)}; got {sizes} over "
             f"{count} devices. Pass the same tuple of {count} sizes on every device."
         )
     return sizes

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NamedTuple
 
-from shardkit._arguments.checks import at_least, at_least_zero, counted, integers_from_zero
+from shardkit._arguments.checks import at_least, at_least_zero, format_count, integers_from_zero
 from shardkit._arguments.files import open_file
 from shardkit._arguments.typed import typed
 from shardkit.jobs.output import describe_ends, pass_on, say
@@ -115,7 +115,7 @@ def launch(
             if is_final or number == restarts:
                 break
             wait = min(2.0**number, _LONGEST_WAIT)
-            say(f"restart {number + 1} with {counted(processes, 'process', 'es')} in {wait:g} s")
+            say(f"restart {number + 1} with {format_count(processes, 'process', 'es')} in {wait:g} s")
             if _is_stopped_within(wait, events):
                 say("ended while it waited for the restart")
                 break

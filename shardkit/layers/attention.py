@@ -17,7 +17,7 @@ from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
 from shardkit.collectives._sums import dot_dtype, save_as_dot
 from shardkit.layers.matmul import vary_alike
-from shardkit.on_device.means import kind
+from shardkit.on_device.means import describe_type
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
@@ -163,9 +163,9 @@ def make_labels(
     are_integers = jnp.issubdtype(jnp.result_type(positions_bt), jnp.integer)
     if not causal or not are_integers or jnp.shape(positions_bt) != q_btHK.shape[:2]:
         raise ValueError(
-            f"{where}: positions must hold a place for each token of a causal attention; got {kind(positions_bt)} for "
-            f"{q_btHK.shape[0]} x {q_btHK.shape[1]} tokens, and causal={causal}. Pass them as int32 [b, t], or leave "
-            "them out."
+            f"{where}: positions must hold a place for each token of a causal attention; got "
+            f"{describe_type(positions_bt)} for {q_btHK.shape[0]} x {q_btHK.shape[1]} tokens, and causal={causal}. "
+            "Pass them as int32 [b, t], or leave them out."
         )
     positions = positions_bt.astype(jnp.int32)  # the mask subtracts them, and a difference of unsigned ones has no sign
     if segments_bt is None:

@@ -21,7 +21,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, finite, named
+from shardkit._arguments.checks import Axis, finite, name_axes
 from shardkit._arguments.typed import typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import all_gather, all_to_all, axis_size
@@ -168,7 +168,7 @@ def ulysses_attention(
     groups = k_btGK.shape[2]
     if heads % n:
         raise ValueError(
-            f"{where}: heads must be divisible by {named(names)}; got {heads} heads over {n} devices. "
+            f"{where}: heads must be divisible by {name_axes(names)}; got {heads} heads over {n} devices. "
             "Use fewer devices, or ring_attention."
         )
     if ring is None and order == "zigzag":

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, named
+from shardkit._arguments.checks import Axis, name_axes
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
 from shardkit.collectives import vary
@@ -38,8 +38,8 @@ def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> 
     wrong_axes = [name for name in names if sizes[name] > 1 and name in invariant]
     if wrong_axes:
         raise ValueError(
-            f"{where}: {what} must be sharded over {named(names)}, because the product is summed there; got one that "
-            f"is invariant over {named(wrong_axes)}. Shard it, with tp for example, or pass another axis."
+            f"{where}: {what} must be sharded over {name_axes(names)}, because the product is summed there; got one "
+            f"that is invariant over {name_axes(wrong_axes)}. Shard it, with tp for example, or pass another axis."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, named, shapes
+from shardkit._arguments.checks import Axis, name_axes, shapes
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import PER_MICROBATCH
@@ -24,7 +24,7 @@ from shardkit.layers.experts import (
     spread,
 )
 from shardkit.layers.routing import Capacity, Dropless, Exchange, Routing, RoutingStats, route, routing_stats
-from shardkit.on_device.means import kind
+from shardkit.on_device.means import describe_type
 
 
 @typed
@@ -193,10 +193,10 @@ def _choose_exchange(routing: Dropless) -> Exchange:
 def _exchange_and_check(exchange: Exchange, x_ND: jax.Array, *arguments: Any) -> jax.Array:
     """Calls a user's exchange, and refuses results of another shape or dtype than the tokens."""
     y_ND = exchange(x_ND, *arguments)
-    if kind(y_ND) != kind(x_ND):
+    if describe_type(y_ND) != describe_type(x_ND):
         raise TypeError(
-            f"moe: an exchange must return the sum of each token's experts, {kind(x_ND)}; got {kind(y_ND)}. Return it "
-            "in the shape and dtype of its tokens."
+            f"moe: an exchange must return the sum of each token's experts, {describe_type(x_ND)}; got "
+            f"{describe_type(y_ND)}. Return it in the shape and dtype of its tokens."
         )
     return y_ND
 
@@ -204,8 +204,8 @@ def _exchange_and_check(exchange: Exchange, x_ND: jax.Array, *arguments: Any) ->
 def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> None:
     if count % n:
         raise ValueError(
-            f"moe: the number of experts must be divisible by {named(names)}; got {count} experts over {n} devices. "
-            "Choose another number of experts or a smaller axis."
+            f"moe: the number of experts must be divisible by {name_axes(names)}; got {count} experts over {n} "
+            "devices. Choose another number of experts or a smaller axis."
         )
     for path, leaf in jax.tree_util.tree_flatten_with_path(experts)[0]:
         if jnp.shape(leaf)[:1] != (count // n,):
@@ -222,7 +222,7 @@ def _run_experts(expert_fn: ExpertFn, experts: Any, x_SD: jax.Array, dot: Any) -
     if jnp.ndim(y_SD) != 2 or not hasattr(y_SD, "dtype") or y_SD.shape[0] != x_SD.shape[0]:
         raise TypeError(
             f"moe: expert_fn(experts, x, dot) must return a row for each of x, [{x_SD.shape[0]}, D]; got "
-            f"{kind(y_SD)}. Return for example dot(x, experts['w'])."
+            f"{describe_type(y_SD)}. Return for example dot(x, experts['w'])."
         )
     return y_SD
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, at_least, named, quoted
+from shardkit._arguments.checks import Axis, at_least, name_axes, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
@@ -186,8 +186,8 @@ def join_token_axes(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
     first_of_ulysses = min(mesh_axes.index(name) for name in ulysses_axes)
     if last_of_ring > first_of_ulysses:
         raise ValueError(
-            f"{where}: the ring's {named(ring_axes)} must come before {named(ulysses_axes)} in the mesh; its axes are "
-            f"{quoted(mesh_axes)}. Pass the ring's axis first to make_mesh."
+            f"{where}: the ring's {name_axes(ring_axes)} must come before {name_axes(ulysses_axes)} in the mesh; its "
+            f"axes are {quote(mesh_axes)}. Pass the ring's axis first to make_mesh."
         )
     return in_plan_order(where, names)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from jax.experimental import mesh_utils
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit.meshes.layout import table
 from shardkit.meshes.network import (
     Coordinates,
@@ -88,7 +88,7 @@ class DeviceOrder(NamedTuple):
         if sorted(self.places) != sorted(coordinates) or math.prod(self.axes.values()) != len(devices):
             raise ValueError(
                 f"placement: every device of {self.network} must have one place in the mesh; got "
-                f"{len(set(self.places))} of them in {sized(self.axes.items())}. Make another with aot.place."
+                f"{len(set(self.places))} of them in {format_sizes(self.axes.items())}. Make another with aot.place."
             )
         return arrange_devices(devices, self.places, tuple(self.axes.values()), coordinates)
 
@@ -103,7 +103,7 @@ class DeviceOrder(NamedTuple):
             times = _milliseconds(row.usual, row.seconds, row.bound)
             rows.append((row.load.kind, ",".join(row.load.axes), f"{row.load.sent / 2**20:,.1f} MiB", *times))
         rows.append(("in all", "", "", *_milliseconds(self.usual, self.seconds, self.bound)))
-        return f"mesh {sized(self.axes.items())} on {self.network}, ms of the busiest link\n{table(rows)}"
+        return f"mesh {format_sizes(self.axes.items())} on {self.network}, ms of the busiest link\n{table(rows)}"
 
 
 def _milliseconds(*seconds: float) -> list[str]:

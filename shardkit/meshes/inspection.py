@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from shardkit._arguments.checks import Axis, quoted
+from shardkit._arguments.checks import Axis, quote
 from shardkit._arguments.typed import ARRAYS, PLAN, check_kind, is_array, typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
 from shardkit.meshes.layout import brief_spec, by_path, bytes_per_device, shard_bytes, shard_shape, table
@@ -208,7 +208,7 @@ def _describe_spec(x: Any) -> str:
         # jax tracks no types under vmap: a value may vary over its axis.
         may_vary = (sizes.keys() - tracked_axes()) | varying_axes(x)
         axes = [axis for axis in sizes if axis in may_vary]
-        return f"varies over {quoted(axes)}" if axes else "the same on all"
+        return f"varies over {quote(axes)}" if axes else "the same on all"
     if isinstance(x, jax.core.Tracer):
         return "traced"
     sharding = getattr(x, "sharding", None)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import divides, mesh_in_context, quoted
+from shardkit._arguments.checks import divides, mesh_in_context, quote
 from shardkit._arguments.typed import Arrays, Specs, typed
 
 WHOLE: PartitionSpec = PartitionSpec()
@@ -64,7 +64,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
             if name is not None and name not in axes_by_name:
                 raise ValueError(
                     f"{where} has the logical axis {name!r}, which has no rule; there are rules for "
-                    f"{quoted(axes_by_name)}. Add a rule; None replicates the dim."
+                    f"{quote(axes_by_name)}. Add a rule; None replicates the dim."
                 )
         entries = [None if name is None else axes_by_name[name] for name in names]
         spec = canonical(PartitionSpec(*entries))
@@ -231,7 +231,7 @@ def check_spec(where: str, spec: PartitionSpec, mesh: Mesh | AbstractMesh, ndim:
         if axis not in mesh.shape:
             raise ValueError(
                 f"{where}: the spec {spec} uses axis {axis!r}, which the mesh does not have; its axes are "
-                f"{quoted(mesh.axis_names)}. Use one of them, or add the axis to make_mesh."
+                f"{quote(mesh.axis_names)}. Use one of them, or add the axis to make_mesh."
             )
     _refuse_double_use(where, spec)
 
@@ -260,7 +260,7 @@ def by_path(where: str, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
         named[name] = leaf
     if twice:
         raise ValueError(
-            f"{where}: the path of each leaf must be unique; got two leaves at {quoted(sorted(twice))}. Rename one of "
+            f"{where}: the path of each leaf must be unique; got two leaves at {quote(sorted(twice))}. Rename one of "
             "them."
         )
     return named
@@ -271,7 +271,7 @@ def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
         for axis in sorted(all_axes(spec) - set(known)):
             raise ValueError(
-                f"{where}: the spec {spec} uses axis {axis!r}, which is not among {quoted(known)}. Use one of those."
+                f"{where}: the spec {spec} uses axis {axis!r}, which is not among {quote(known)}. Use one of those."
             )
         _refuse_double_use(where=where, spec=spec)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardkit._arguments.checks import counted, quoted, sized
+from shardkit._arguments.checks import format_count, format_sizes, quote
 from shardkit._arguments.typed import Devices, typed
 from shardkit._jax import backends
 from shardkit.meshes.device_order import DeviceOrder, assume_equal_gathers, order_devices
@@ -83,8 +83,9 @@ def make_mesh(
     if isinstance(placement, DeviceOrder):
         if list(sizes.items()) != list(placement.axes.items()):
             raise ValueError(
-                f"make_mesh: placement must be one for the same mesh; got one of {sized(placement.axes.items())} for "
-                f"{sized(sizes.items())}. Leave the sizes out, or make another with aot.place."
+                "make_mesh: placement must be one for the same mesh; got one of "
+                f"{format_sizes(placement.axes.items())} for {format_sizes(sizes.items())}. Leave the sizes out, or "
+                "make another with aot.place."
             )
         grid = placement.grid(used)
     elif devices is None:
@@ -165,8 +166,9 @@ def make_hybrid_mesh(
     group_sizes = sorted(len(group) for group in groups.values())
     if group_sizes != [size] * count:
         raise ValueError(
-            f"make_hybrid_mesh: slow axes {sized(slow.items())} over fast axes {sized(fast.items())} need {count} "
-            f"group(s) of {size} devices; got group sizes {group_sizes}. Change the sizes or pass group_of."
+            f"make_hybrid_mesh: slow axes {format_sizes(slow.items())} over fast axes {format_sizes(fast.items())} "
+            f"need {count} group(s) of {size} devices; got group sizes {group_sizes}. Change the sizes or pass "
+            "group_of."
         )
     grids = []
     # jax's rule inside each group alone: over all devices it could put devices of two groups next to each other on a
@@ -221,7 +223,7 @@ def _check_product(sizes: Mapping[str, int], devices: int) -> None:
     if product < devices:
         remedy = f"pass devices=jax.devices()[:{product}]"
     raise ValueError(
-        f"make_mesh: the product of the axis sizes must be the number of devices; got {sized(sizes.items())}, "
+        f"make_mesh: the product of the axis sizes must be the number of devices; got {format_sizes(sizes.items())}, "
         f"which needs {product}, for {devices} devices. Change a size, pass -1 for one size, or {remedy}."
     )
 
@@ -241,7 +243,7 @@ def draw_mesh(mesh: Mesh) -> DeviceGrid:
     kind = mesh.devices.flat[0].platform
     processes = len({device.process_index for device in mesh.devices.flat})
     axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    title = f"mesh {axes}: {counted(mesh.size, kind + ' device')}, {counted(processes, 'process', 'es')}"
+    title = f"mesh {axes}: {format_count(mesh.size, kind + ' device')}, {format_count(processes, 'process', 'es')}"
     labels = []
     for name, size in mesh.shape.items():
         labels.append([f"{name}={index}" for index in range(size)])
@@ -264,11 +266,12 @@ def _infer_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     wrong_sizes = [(name, size) for name, size in sizes.items() if size < 1 and size != -1]
     if wrong_sizes:
         raise ValueError(
-            f"make_mesh: an axis size must be at least 1, or -1 to infer it; got {sized(wrong_sizes)}. Change the size."
+            f"make_mesh: an axis size must be at least 1, or -1 to infer it; got {format_sizes(wrong_sizes)}. Change "
+            "the size."
         )
     if len(open_axes) > 1:
         raise ValueError(
-            f"make_mesh: only one axis size may be -1; got -1 for {quoted(open_axes)}. Pass a size for all but one."
+            f"make_mesh: only one axis size may be -1; got -1 for {quote(open_axes)}. Pass a size for all but one."
         )
     if not open_axes:
         return dict(sizes)

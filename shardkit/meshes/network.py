@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit import cost
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit.cost.hardware import chip_of
 
 _BETWEEN, _TORUS, _INSIDE = range(3)  # the order in which a gather takes dimensions
@@ -104,7 +104,8 @@ def find_network(devices: Sequence[Any]) -> tuple[Network, Coordinates] | None:
     if distinct != len(devices) or math.prod(shape) != len(devices):
         raise ValueError(
             f"make_mesh: placement needs devices that fill a box; got {len(devices)} in one of "
-            f"{sized(zip(names, shape.tolist(), strict=True))}. Pass all devices of a slice, or leave placement out."
+            f"{format_sizes(zip(names, shape.tolist(), strict=True))}. Pass all devices of a slice, or leave "
+            "placement out."
         )
     # A torus of three dims wraps around if it is made of cubes of 4; a torus of two dims only along a whole pod's 16.
     made_of_cubes = not (shape[1 : 1 + chip.torus] % 4).any()

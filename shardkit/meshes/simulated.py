@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from shardkit._arguments.checks import at_least, counted
+from shardkit._arguments.checks import at_least, format_count
 from shardkit._arguments.typed import typed
 from shardkit._jax import backends
 
@@ -51,10 +51,10 @@ def simulate_devices(n: int) -> None:
             warn_if_few_threads(n, stacklevel=4)
             return
         raise RuntimeError(
-            f"simulate_devices: jax has already started with {counted(len(devices), devices[0].platform + ' device')}, "
-            f"so it cannot simulate {n}. Call simulate_devices({n}) at the start of the program, before jax "
-            f"initializes its devices, or start python with XLA_FLAGS=--xla_force_host_platform_device_count={n} "
-            f"NPROC={_THREADS_PER_DEVICE * n}."
+            "simulate_devices: jax has already started with "
+            f"{format_count(len(devices), devices[0].platform + ' device')}, so it cannot simulate {n}. Call "
+            f"simulate_devices({n}) at the start of the program, before jax initializes its devices, or start python "
+            f"with XLA_FLAGS=--xla_force_host_platform_device_count={n} NPROC={_THREADS_PER_DEVICE * n}."
         )
     # Also on a machine with an accelerator, whose devices jax would take first.
     jax.config.update("jax_platforms", "cpu")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted, sized
+from shardkit._arguments.checks import format_sizes, quote
 from shardkit._arguments.typed import typed
 
 
@@ -36,12 +36,13 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
     """
     if axis not in mesh.shape:
         raise ValueError(
-            f"submeshes: axis {axis!r} is not an axis of this mesh; its axes are {quoted(mesh.axis_names)}. "
+            f"submeshes: axis {axis!r} is not an axis of this mesh; its axes are {quote(mesh.axis_names)}. "
             "Use one of them, or add the axis to make_mesh."
         )
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            f"submeshes: the mesh must have devices; got abstract {sized(mesh.shape.items())}. Pass sk.make_mesh(...)."
+            f"submeshes: the mesh must have devices; got abstract {format_sizes(mesh.shape.items())}. Pass "
+            "sk.make_mesh(...)."
         )
     # np.split leaves the axis there, with size 1.
     slices = np.split(mesh.devices, mesh.shape[axis], mesh.axis_names.index(axis))

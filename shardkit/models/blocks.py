@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least_zero, named, positive, shapes
+from shardkit._arguments.checks import Axis, at_least_zero, name_axes, positive, shapes
 from shardkit._arguments.typed import check_fields, typed
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import axis_size
@@ -87,11 +87,11 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
         remedy = f"Chain cp({axis!r}) into"
         same_tokens = live - varying_axes(tokens_bT)
         if same_tokens:
-            raise ValueError(f"{rule}; got the same tokens along {named(sorted(same_tokens))}. {remedy} the plan.")
+            raise ValueError(f"{rule}; got the same tokens along {name_axes(sorted(same_tokens))}. {remedy} the plan.")
         split_examples = set() if token_split is None else live - set(token_split)
         if split_examples:
             raise ValueError(
-                f"{rule}; got different examples along {named(sorted(split_examples))}. {remedy} the plan, and dp "
+                f"{rule}; got different examples along {name_axes(sorted(split_examples))}. {remedy} the plan, and dp "
                 "over another axis."
             )
     if token_split is None:
@@ -99,7 +99,7 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
     unattended = tuple(axis for axis in token_split if axis not in attended)
     if unattended:
         raise ValueError(
-            f"transformer: attention must run over {named(unattended)}, which split the tokens in the plan; got "
+            f"transformer: attention must run over {name_axes(unattended)}, which split the tokens in the plan; got "
             f"axes.context={axes.context!r} and axes.ulysses={axes.ulysses!r}. Pass Axes(context=...), or "
             "Axes(ulysses=...), with the axes of the plan's cp."
         )

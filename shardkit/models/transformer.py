@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._arguments.typed import Arrays, Key, typed
 from shardkit.collectives import axis_index, axis_size
 from shardkit.layers.linear import column_linear
@@ -248,7 +248,7 @@ def _get_entry(batch: Any, name: str) -> Any:
     is_mapping = isinstance(batch, Mapping)
     if is_mapping and name in batch:
         return batch[name]
-    received = quoted(batch) if is_mapping else type(batch).__name__
+    received = quote(batch) if is_mapping else type(batch).__name__
     raise ValueError(
         f"transformer: the batch must be a mapping with the entry {name!r}; got "
         f"{received}. Pass for example "

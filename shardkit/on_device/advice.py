@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands
 from shardkit._jax.jaxprs import MEAN, PLAN, kind_of, mesh_axes, own_line, source_line, walk
@@ -73,7 +73,7 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
             continue
         message = (
             "each device divides by a sum over its examples, and the quotients are summed over "
-            f"{quoted(sorted(axes))}: the result differs between meshes, unless these sums are equal."
+            f"{quote(sorted(axes))}: the result differs between meshes, unless these sums are equal."
         )
         remedy = "Return sk.Mean(total, weight) from the loss, or all_reduce the sum before dividing by it."
         remarks.append(Remark("mean-of-quotients", message, line, remedy))
@@ -177,7 +177,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
             devices = math.prod(self._sizes[axis] for axis in shared_axes)
             if shared_axes and _counts_each_time(factor, weight, devices):
                 message = (
-                    f"{term} of a Mean is the same on all devices along {quoted(sorted(shared_axes))}, which sum it: "
+                    f"{term} of a Mean is the same on all devices along {quote(sorted(shared_axes))}, which sum it: "
                     "it counts once for each of them, unless it is divided by their number."
                 )
                 self.alike.append(Remark("term-of-each-device", message, line, _ALIKE[term]))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import counted, named, quoted
+from shardkit._arguments.checks import format_count, name_axes, quote
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.meshes.rng import fold_keys
@@ -46,8 +46,8 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
 
 def _indivisible(where: str, leaf: str, dim: int, size: int, axes: tuple[str, ...], devices: int, parts: int) -> str:
     """The error about a dim of the batch that devices and microbatches do not divide."""
-    divisor = named(axes) if axes else "accumulate"
-    pieces = counted(devices, "device")
+    divisor = name_axes(axes) if axes else "accumulate"
+    pieces = format_count(devices, "device")
     if parts > 1:
         pieces += f" x {parts} microbatches"
         if axes:
@@ -99,12 +99,12 @@ def take_microbatch(split: Any, number: Any) -> Any:
             return x
         if x.shape[0] == 1:
             return x[0]
-        return x[number] if isinstance(number, int) else row(x, number)
+        return x[number] if isinstance(number, int) else take_row(x, number)
 
     return jax.tree.map(take, split)
 
 
-def row(tree: Any, number: Any) -> Any:
+def take_row(tree: Any, number: Any) -> Any:
     """One row of dim 0 of every array, by its number or a traced index."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
 
@@ -133,7 +133,7 @@ def check_whole() -> None:
     axes, leaf = _SPLIT.get()
     if not leaf and not axes:
         return
-    part_of = f"leaf {leaf}" if leaf else f"each example, split over {quoted(axes or ())}"
+    part_of = f"leaf {leaf}" if leaf else f"each example, split over {quote(axes or ())}"
     raise ValueError(
         "value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
         f"plan passes it a part of {part_of}. Leave out local=, or use dp, zero1, zero2 or fsdp."
@@ -151,7 +151,7 @@ def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:
     split = [axis for axis in token_axes() or () if axis in names]
     if split != [axis for axis in names if axis in split]:
         raise ValueError(
-            f"{where}: the axes must be in the order in which the plan splits the tokens, {quoted(split)}; got "
-            f"{quoted(names)}. Name them in that order."
+            f"{where}: the axes must be in the order in which the plan splits the tokens, {quote(split)}; got "
+            f"{quote(names)}. Name them in that order."
         )
     return names

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
@@ -87,7 +87,7 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
 def _already_summed(gradient: PartialGradient, axes: Iterable[str]) -> ValueError:
     return ValueError(
         "step: with error feedback a GradFn must return gradients that are not summed yet; the gradient of leaf "
-        f"{gradient.path} is summed over {quoted(sorted(axes))}. Return local sums, as value_and_grad does, or leave "
+        f"{gradient.path} is summed over {quote(sorted(axes))}. Return local sums, as value_and_grad does, or leave "
         "out feedback=True."
     )
 

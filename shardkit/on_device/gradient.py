@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.typed import typed
 from shardkit.collectives.axes import vary_like
-from shardkit.on_device.handles import call_sealed, open_before_loss, parts, with_parts
+from shardkit.on_device.handles import call_sealed, open_before_loss, replace_parts, strip_handles
 from shardkit.on_device.loss_results import loss_and_aux, refuse_rounded_totals
 from shardkit.on_device.mean_sums import combine_terms
 from shardkit.on_device.means import Mean, Sum
@@ -105,14 +105,14 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
 
     def differentiate(params: Any, scale: Any, *args: Any) -> Gradients:
         """The loss, the auxiliary means, and the gradients of `scale` times the total."""
-        leaves = TrainedLeaves(parts(params), trained)
+        leaves = TrainedLeaves(strip_handles(params), trained)
         # Of these only carried state may have lazy leaves. It is not differentiated, so they can be opened here.
         args = tuple(open_before_loss(arg) for arg in args)
 
         def objective(values: list[jax.Array]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
             # Leaves that are opened just before the loss are opened here, inside the differentiated function, so that
             # their gradient is scattered as soon as it exists. Leaves that the loss opens stay handles.
-            weights = with_parts(params, leaves.merge(values))
+            weights = replace_parts(params, leaves.merge(values))
             # As `call_loss`, without its frame: each frame here stands in the traceback of every error of a loss.
             out = call_sealed(loss_fn, weights, *args, at=_ARGUMENTS)
             refuse_rounded_totals(out)
@@ -125,15 +125,15 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
 
     def differentiate_apart(call: Callable[..., Any], params: Any, scale: Any, *args: Any) -> Gradients:
         """`differentiate`, traced by `call` as a program of its own, in which nothing can be sent."""
-        leaves = TrainedLeaves(parts(params), trained)
+        leaves = TrainedLeaves(strip_handles(params), trained)
         args = tuple(open_before_loss(arg) for arg in args)
 
         # Leaves that are opened just before the loss must be gathered before that program, and their gradients
         # scattered after it. So the derivative is taken in two parts: of `open_weights` here, and of the loss inside
         # `call`.
         def open_weights(values: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-            weights = with_parts(params, leaves.merge(values))
-            return leaves.select(parts(weights)), weights
+            weights = replace_parts(params, leaves.merge(values))
+            return leaves.select(strip_handles(weights)), weights
 
         _, backward, weights = jax.vjp(open_weights, leaves.select(), has_aux=True)
         loss, aux, grads = call(differentiate, weights, scale, *args)
@@ -148,7 +148,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         else:
             out = call_loss(loss_fn, *opened)
         loss, aux = loss_and_aux(out, allow_sum=True)
-        return loss, aux, jax.tree.map(jnp.zeros_like, parts(params))
+        return loss, aux, jax.tree.map(jnp.zeros_like, strip_handles(params))
 
     def total_of(loss: Any) -> jax.Array:
         """The scalar of a loss that is differentiated: the total of its Mean, or `combine_terms` of a sum of means."""

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import at_least, named, quoted
+from shardkit._arguments.checks import at_least, name_axes, quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, communicates, walk
 from shardkit.collectives import vary
@@ -95,7 +95,7 @@ class Groups(NamedTuple):
         if self.number % devices:
             raise ValueError(
                 f"make_train_step: deterministic must be a multiple of the devices that split the batch; got "
-                f"{self.number} groups over {devices} devices of {named(axes)}. Pass for example "
+                f"{self.number} groups over {devices} devices of {name_axes(axes)}. Pass for example "
                 f"deterministic={devices}, on every mesh that is to have the same bits."
             )
 
@@ -201,7 +201,7 @@ def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
             raise ValueError(
                 f"make_train_step: with deterministic= {function} that sums over elements ({site.name}) must have "
                 f"whole leaves, because the order of its sums depends on the mesh; leaf {name} is split over "
-                f"{quoted(sorted(all_axes(spec)))}. {remedy}"
+                f"{quote(sorted(all_axes(spec)))}. {remedy}"
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.jaxprs import walk
 from shardkit._jax.sealed import find_misuse, seal, unseal
 from shardkit.collectives.axes import vary_like
@@ -55,7 +55,7 @@ class Handle:
         axes: list[str] = []
         for cut in (*self.gathers, *self.scatters):
             axes += cut.axes
-        return quoted(axes)
+        return quote(axes)
 
     def __jax_array__(self) -> Any:
         raise self._misuse()
@@ -151,12 +151,12 @@ def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any
     return jax.tree.unflatten(structure, nodes), secondary_parts
 
 
-def parts(tree: Any) -> Any:
+def strip_handles(tree: Any) -> Any:
     """The arrays that are differentiated: the part of each lazy leaf, and all other leaves."""
     return jax.tree.map(lambda x: x.part if is_handle(x) else x, tree, is_leaf=is_handle)
 
 
-def with_parts(tree: Any, leaves: Any) -> Any:
+def replace_parts(tree: Any, leaves: Any) -> Any:
     """The tree with these parts and leaves; those lazy leaves are opened that are opened before the loss."""
 
     def replace_part(node: Any, leaf: Any) -> Any:
@@ -170,7 +170,7 @@ def with_parts(tree: Any, leaves: Any) -> Any:
 
 def open_before_loss(tree: Any) -> Any:
     """The tree as it is just before the loss: with those lazy leaves opened that the loss does not open itself."""
-    return with_parts(tree, parts(tree))
+    return replace_parts(tree, strip_handles(tree))
 
 
 def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> Any:

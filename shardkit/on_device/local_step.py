@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.one_device import noting
 from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.on_device.batch import bind_token_axes, device_keys, split_microbatches, take_microbatch
 from shardkit.on_device.gradient import GradFn, LossFn, WithCarried, call_loss, loss_alone
 from shardkit.on_device.groups import Groups
-from shardkit.on_device.handles import cast_floating, open_before_loss, parts
+from shardkit.on_device.handles import cast_floating, open_before_loss, strip_handles
 from shardkit.on_device.loss_results import named_means, terms_by_name
 from shardkit.on_device.loss_weights import in_compute
-from shardkit.on_device.means import Sum, is_mean, kind
+from shardkit.on_device.means import Sum, describe_type, is_mean
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.one_device import call_on_one_device, note_type_errors
 from shardkit.on_device.pipelines import Staged, pipeline_remedy
@@ -184,7 +184,7 @@ def _check_results(out: Any) -> Any:
     """The results of a GradFn, after a check: a loss passed in its place is refused here, if not by its signature."""
     if not isinstance(out, tuple | list) or is_mean(out) or len(out) != 3:
         raise TypeError(
-            f"make_train_step: a GradFn must return (Mean, aux, gradients); got {kind(out)}. Pass "
+            f"make_train_step: a GradFn must return (Mean, aux, gradients); got {describe_type(out)}. Pass "
             "sk.value_and_grad(loss_fn)."
         )
     return out
@@ -194,14 +194,14 @@ def _check_names(aux: Mapping[str, Any]) -> None:
     """Refuses auxiliary means with the names of a step's other metrics."""
     taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
     if taken:
-        raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
+        raise ValueError(f"make_train_step: aux must not use the names {quote(sorted(taken))}. Rename them.")
 
 
 def _check_gradients(params: Any, grads: Any) -> None:
     """Refuses gradients that differ in tree or shape from the parameters that the GradFn got."""
     rule = "make_train_step: a GradFn must return a gradient of every parameter, with its shape"
     remedy = "Return the same as value_and_grad, or pytrees like it."
-    leaves = parts(params)
+    leaves = strip_handles(params)
     ours = str(jax.tree.structure(grads))
     theirs = str(jax.tree.structure(leaves))
     if ours != theirs:

@@ -17,10 +17,10 @@ from shardkit.on_device.means import (
     Mean,
     Sum,
     check_size,
+    describe_type,
     dtype_of,
     is_mean,
     is_real,
-    kind,
     terms_of,
     to_array,
 )
@@ -40,7 +40,7 @@ def loss_and_aux(out: Any, *, allow_sum: bool = False) -> tuple[Any, dict[str, A
     loss = Sum(tuple(terms)) if len(terms) > 1 else terms[0]
     if not isinstance(aux, Mapping):
         raise TypeError(
-            f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got {describe_type(aux)}. "
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
     return loss, {name: _as_metric(name, value) for name, value in aux.items()}
@@ -110,8 +110,8 @@ def _as_metric(name: Any, value: Any) -> Any:
         mean = _as_mean(metric, rule, shaped=is_mean(metric))
         if mean.weight.shape not in ((), mean.total.shape):
             raise ValueError(
-                f"Mean {label!r}: the weight must be a scalar or have the shape of the total; got {kind(mean)}. "
-                "Broadcast it with jnp.broadcast_to(weight, total.shape)."
+                f"Mean {label!r}: the weight must be a scalar or have the shape of the total; got "
+                f"{describe_type(mean)}. Broadcast it with jnp.broadcast_to(weight, total.shape)."
             )
         return mean
 
@@ -129,7 +129,8 @@ def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
     for number in pair:
         if not is_real(dtype_of(number)) or (jnp.shape(number) and not shaped):
             raise TypeError(
-                f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
+                f"{rule}; got {describe_type(value)}. Sum over the examples and return Mean(total, weight), or their "
+                "mean."
             )
     _check_constant_weight(pair.weight)
     weight = to_array(pair.weight)

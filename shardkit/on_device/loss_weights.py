@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.interpreter import FactInterpreter
 from shardkit._jax.primitives import registered
@@ -140,7 +140,7 @@ def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once
     """Refuses a weight that each device, or each microbatch, counts in full, while its total is a share of a sum."""
     made_of = {tag.leaf for tag in mean.weight}
     counted = {tag.leaf for tag in mean.total} - {_STATE}
-    axes = quoted(sorted(mean.unshared))
+    axes = quote(sorted(mean.unshared))
     if mean.unshared and counted and made_of == {_STATE}:
         raise ValueError(
             f"Mean {mean.name!r}: the weight of examples must be a sum over them, because it counts once on each "

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.compat import varying_axes
 from shardkit._jax.jaxprs import TOTALS
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import axis_size
-from shardkit.on_device.means import Mean, divisor_of, is_mean, kind, means_by_path
+from shardkit.on_device.means import Mean, describe_type, divisor_of, is_mean, means_by_path
 from shardkit.on_device.pipelines import pipeline_remedy
 
 
@@ -100,17 +100,17 @@ def _find_axes_of_sum(
     foreign_axes = sorted(counted & total_axes - frozenset(batch_axes))
     if foreign_axes and jnp.ndim(mean.total):
         raise ValueError(
-            f"Mean {name!r}: an array may vary only over the axes of the batch; got {kind(mean.total)}, which varies "
-            f"over {quoted(foreign_axes)} too. Pass all_gather(..., replicated=True) of parts of the array, or "
-            "all_reduce(...) of parts of a sum."
+            f"Mean {name!r}: an array may vary only over the axes of the batch; got {describe_type(mean.total)}, "
+            f"which varies over {quote(foreign_axes)} too. Pass all_gather(..., replicated=True) of parts of the "
+            "array, or all_reduce(...) of parts of a sum."
         )
     unmatched = sorted(counted & _find_unmatched_axes(total_axes, weight_axes, batch_axes))
     if unmatched:
         remedy = _find_remedy(unmatched, foreign_axes, stage_axes)
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
-            f"{quoted(sorted(total_axes))} and the weight over {quoted(sorted(weight_axes))}, which differ in "
-            f"{quoted(unmatched)}. {remedy}"
+            f"{quote(sorted(total_axes))} and the weight over {quote(sorted(weight_axes))}, which differ in "
+            f"{quote(unmatched)}. {remedy}"
         )
     return tuple(sorted(total_axes | weight_axes))
 

@@ -47,8 +47,8 @@ class Mean(NamedTuple):
         for name, x in (("values", values), ("weights", weights)):
             if x is not None and not is_real(x.dtype):
                 raise TypeError(
-                    f"Mean.of: {name} must be real numbers; got {kind(x)}. Pass a real part, as jnp.real(x) or "
-                    "jnp.abs(x)."
+                    f"Mean.of: {name} must be real numbers; got {describe_type(x)}. Pass a real part, as jnp.real(x) "
+                    "or jnp.abs(x)."
                 )
         values = values.astype(jnp.float32)
         if weights is None:
@@ -103,7 +103,7 @@ class Sum(NamedTuple):
 
     def __add__(self, other: Any) -> Sum:
         if not isinstance(other, Mean | Sum):
-            raise TypeError(f"Mean: only Means can be added to it; got {kind(other)}. Pass Mean(value, 1).")
+            raise TypeError(f"Mean: only Means can be added to it; got {describe_type(other)}. Pass Mean(value, 1).")
         return Sum((*self.terms, *terms_of(other)))
 
     def __radd__(self, other: Any) -> Any:
@@ -152,8 +152,8 @@ def check_factor(factor: Any) -> Any:
         factor = to_array(factor)
     if not is_real(dtype_of(factor)):
         raise TypeError(
-            f"Mean: the factor of a mean must be a real number or an array of them; got {kind(factor)}. Multiply the "
-            "values before they are summed."
+            f"Mean: the factor of a mean must be a real number or an array of them; got {describe_type(factor)}. "
+            "Multiply the values before they are summed."
         )
     return factor
 
@@ -215,10 +215,10 @@ def means_by_path(means: Any) -> list[tuple[str, Mean]]:
     return [(path_name(path), mean) for path, mean in leaves]
 
 
-def kind(x: Any) -> str:
+def describe_type(x: Any) -> str:
     """A value as an error names it: `float32[2,3]`, or the name of its type."""
     if isinstance(x, Mean):
-        return f"Mean({kind(x.total)}, {kind(x.weight)})"
+        return f"Mean({describe_type(x.total)}, {describe_type(x.weight)})"
     if hasattr(x, "dtype"):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return type(x).__name__

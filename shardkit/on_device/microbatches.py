@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.compat import on_this_mesh
 from shardkit._jax.jaxprs import PER_MICROBATCH, PLAN, kind_of, mesh_axes, walk
 from shardkit.collectives._sums import add_terms, typed_zeros
@@ -133,7 +133,7 @@ def _warn_of_mixing(jaxpr: Any, parts: int, batch_axes: tuple[str, ...]) -> None
             warnings.warn(
                 f"make_train_step: with accumulate={parts} the loss gets one microbatch at a time, so a collective "
                 f"over an axis of the batch mixes the examples of one microbatch; it calls {collective} over "
-                f"{quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and save memory with "
+                f"{quote(sorted(mixed))} at {site.source}. Leave accumulate at 1, and save memory with "
                 "scan_layers(..., microbatches=) or remat=, if all examples count together.",
                 stacklevel=2,
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._arguments.typed import check_fields
 from shardkit.on_device.means import Mean
 from shardkit.schedules import Schedule
@@ -58,6 +58,6 @@ class PipelineLoss(Staged):
 def pipeline_remedy(axes: Sequence[str]) -> str:
     """What to pass in place of a loss that runs the layers of one device as if they were all."""
     return (
-        f"A device has only its own layers along {quoted(axes)}: pass sk.pipeline(schedule, {axes[0]!r})"
+        f"A device has only its own layers along {quote(axes)}: pass sk.pipeline(schedule, {axes[0]!r})"
         ".value_and_grad(embed, stage, head), or .loss(embed, stage, head) to make_eval_step."
     )

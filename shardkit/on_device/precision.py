@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import at_least, quoted
+from shardkit._arguments.checks import at_least, quote
 from shardkit._arguments.typed import check_kind
 
 
@@ -74,7 +74,7 @@ def precision_of(name: Precision | str | None) -> Precision:
     policy = _NAMED.get("no" if name is None else name)
     if policy is None:
         raise ValueError(
-            f"precision: the name must be one of {quoted(_NAMED)}; got {name!r}. Pass one of them or a Precision."
+            f"precision: the name must be one of {quote(_NAMED)}; got {name!r}. Pass one of them or a Precision."
         )
     return policy
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import mesh_in_context, quoted
+from shardkit._arguments.checks import mesh_in_context, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import all_axes, by_path, canonical, spec_axes
 from shardkit.on_device.feedback import find_first_cut
@@ -136,7 +136,7 @@ def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:
     if residuals is not None and shapes is None:
         raise ValueError(
             "step: without error feedback in the plan, the state must hold no residuals; it holds residuals of "
-            f"{quoted(_shapes_by_path(residuals))}. Pass state._replace(residuals=None): the steps after it never add "
+            f"{quote(_shapes_by_path(residuals))}. Pass state._replace(residuals=None): the steps after it never add "
             "what compressed reductions have left out so far."
         )
     for path, ours, theirs in _differences(residuals, shapes):

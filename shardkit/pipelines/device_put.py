@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import divisor, integers_from_one, sized
+from shardkit._arguments.checks import divisor, format_sizes, integers_from_one
 from shardkit._arguments.typed import short, typed
 from shardkit.meshes.layout import check_spec, local_shape_of, path_name
 from shardkit.on_device.batch import split_microbatches, take_microbatch
@@ -320,7 +320,7 @@ def _move_input(where: str, stations: Sequence[Station], s: int, tree: Any) -> A
         if sent != arriving:
             raise ValueError(
                 f"{subject} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "
-                f"{sized(source.shape.items())} and {arriving} on {sized(target.shape.items())}. "
+                f"{format_sizes(source.shape.items())} and {arriving} on {format_sizes(target.shape.items())}. "
                 "Give all meshes the same axis sizes, or choose another spec."
             )
     return _put(tree, spec, target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shardkit._arguments.checks import named, quoted
+from shardkit._arguments.checks import name_axes, quote
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 
 
@@ -32,8 +32,8 @@ def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], r
             names = mesh_axes(site.equation)
             if collective == "ppermute" or set(names) & set(axes):
                 raise ValueError(
-                    f"{where}: a stage must hold no ppermute and no collective over {named(axes)}, because devices "
-                    f"take different branches there; got {collective} over {quoted(names)} at {site.source}. {remedy}"
+                    f"{where}: a stage must hold no ppermute and no collective over {name_axes(axes)}, because devices "
+                    f"take different branches there; got {collective} over {quote(names)} at {site.source}. {remedy}"
                 )
 
 
@@ -44,7 +44,7 @@ def refuse_mixed(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...]) -> No
             names = mesh_axes(site.equation)
             if set(names) & set(axes):
                 raise ValueError(
-                    f"{where}: a stage must hold no collective over {named(axes)}, because its devices run different "
-                    f"microbatches; got {kind_of(site.equation)} over {quoted(names)} at {site.source}. Leave that "
-                    f"axis out, as moe(..., stage={axes[0]!r}) does."
+                    f"{where}: a stage must hold no collective over {name_axes(axes)}, because its devices run "
+                    f"different microbatches; got {kind_of(site.equation)} over {quote(names)} at {site.source}. "
+                    f"Leave that axis out, as moe(..., stage={axes[0]!r}) does."
                 )

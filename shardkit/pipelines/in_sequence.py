@@ -22,7 +22,7 @@ from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import PLAN
 from shardkit.collectives import all_gather, vary
 from shardkit.layers.matmul import live_axes
-from shardkit.on_device.batch import row
+from shardkit.on_device.batch import take_row
 from shardkit.on_device.handles import unseal_handles
 from shardkit.on_device.means import Mean
 from shardkit.pipelines.pieces import PieceArguments, Pieces, StagedModel
@@ -60,7 +60,7 @@ def compute_in_sequence(
     starts = jnp.asarray(find_starts(sizes))
     counts = jnp.asarray(sizes, jnp.int32)
     rows = vary((stacks, starts, counts), live)  # one for each stage
-    layers, start, count = row(rows, 0)
+    layers, start, count = take_row(rows, 0)
     common = PieceArguments(layers, start, count, batch, keys)
     args = vary(common, live)
     if not spread:

@@ -17,7 +17,7 @@ from jax import lax
 from shardkit._jax.compat import eval_shape
 from shardkit._jax.jaxprs import RunShare, share_scope
 from shardkit.collectives._sums import add_terms, typed_zeros
-from shardkit.on_device.batch import row
+from shardkit.on_device.batch import take_row
 from shardkit.pipelines.pieces import Piece, PieceArguments, Pieces
 from shardkit.pipelines.split_backward import TwoHalves
 
@@ -128,7 +128,7 @@ class Ops(NamedTuple):
     def forward(self, state: LoopState, tick: TickRow) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
         args = self._find_op_arguments(tick, "forward")
-        x = row(state.inputs, tick.fields["forward_input"])
+        x = take_row(state.inputs, tick.fields["forward_input"])
         on = tick.fields["forward_on"] > 0
 
         def run() -> Any:
@@ -194,7 +194,7 @@ class Ops(NamedTuple):
     def weight_gradient(self, state: LoopState, tick: TickRow) -> LoopState:
         """W: the gradients of a stage's weights, from the residuals of I."""
         args = self._find_op_arguments(tick, "weight")
-        residuals = row(state.kept, tick.fields["weight_kept"])
+        residuals = take_row(state.kept, tick.fields["weight_kept"])
         on = tick.fields["weight_on"] > 0
         layers = self._add_weight_gradients(state.sums.layers, args, residuals, tick.fields["weight_chunk"], on)
         return state._replace(sums=state.sums._replace(layers=layers))
@@ -215,9 +215,9 @@ class Ops(NamedTuple):
         """
         args = self._find_op_arguments(tick, "backward")
         on = tick.fields["backward_on"]
-        stage_input = row(state.inputs, tick.fields["backward_input"])
-        saved = row(state.saved, tick.fields["backward_saved"])
-        received = row(state.cotangents, tick.fields["backward_cotangent"])
+        stage_input = take_row(state.inputs, tick.fields["backward_input"])
+        saved = take_row(state.saved, tick.fields["backward_saved"])
+        received = take_row(state.cotangents, tick.fields["backward_cotangent"])
         activations = len(self.pieces.x)
 
         def run(sums: Sums) -> Any:

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._arguments.checks import named
+from shardkit._arguments.checks import name_axes
 from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives import axis_index, broadcast, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.on_device.gradient import cotangent_of
-from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
+from shardkit.on_device.handles import call_sealed, is_handle, replace_parts, strip_handles
 from shardkit.on_device.loss_results import loss_and_aux, refuse_rounded_totals
-from shardkit.on_device.means import Mean, kind, means_by_path
+from shardkit.on_device.means import Mean, describe_type, means_by_path
 from shardkit.pipelines.divergent import find_collectives
 from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.remat.layers import is_list_of_layers
@@ -128,8 +128,9 @@ class Pieces:
         embedded_axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(embedded)))
         if embedded_axes & set(self._axes):
             raise ValueError(
-                f"{self._model.where}: a spread embedding must return the same on all devices of {named(self._axes)}; "
-                "got a different value on each device. Look tokens up with vocab_embed, or sum the parts."
+                f"{self._model.where}: a spread embedding must return the same on all devices of "
+                f"{name_axes(self._axes)}; got a different value on each device. Look tokens up with vocab_embed, or "
+                "sum the parts."
             )
 
     def _find_activations(self, embedded: Any) -> Any:
@@ -285,10 +286,10 @@ class Pieces:
             def embed(leaves: Any) -> list[Any]:
                 # The same draws as in the forward pass, as intended.
                 cloned = args._replace(keys=jax.tree.map(jax.random.clone, args.keys))
-                x, _ = self.differentiable.partition(self._embed(with_parts(shared, leaves), cloned))
+                x, _ = self.differentiable.partition(self._embed(replace_parts(shared, leaves), cloned))
                 return x
 
-            _, pullback = jax.vjp(embed, parts(shared))
+            _, pullback = jax.vjp(embed, strip_handles(shared))
             (grads,) = pullback(dx)
             return grads
 
@@ -321,10 +322,10 @@ class Pieces:
 
             def compute_total(leaves: Any, floats: list[Any]) -> Any:
                 y = self.differentiable.combine(floats, integers)
-                means = self._compute_means(with_parts(shared, leaves), args, y)
+                means = self._compute_means(replace_parts(shared, leaves), args, y)
                 return means["loss"].total, means
 
-            loss, pullback, means = jax.vjp(compute_total, parts(shared), floats, has_aux=True)
+            loss, pullback, means = jax.vjp(compute_total, strip_handles(shared), floats, has_aux=True)
             shared_grads, dy = pullback(cotangent_of(loss, scale))
             return self._finish_means(means), shared_grads, dy
 
@@ -345,7 +346,7 @@ class Pieces:
             if name not in aux or jnp.ndim(mean.total):
                 raise ValueError(
                     f"{self._model.where}: the auxiliary means of a pipeline must be scalars by name; got "
-                    f"{kind(mean.total)} for {name}. Return scalars, or train without a pipeline."
+                    f"{describe_type(mean.total)} for {name}. Return scalars, or train without a pipeline."
                 )
         means = {"loss": loss, **aux}
         return {name: self._match_types(name, mean) for name, mean in means.items()}
@@ -359,8 +360,8 @@ class Pieces:
             alone = "total" if total_axes else "weight"
             raise ValueError(
                 f"{self._model.where}: total and weight of a spread head's means must both be the same on all devices "
-                f"of {named(self._axes)}, or both be each device's own; got a {alone} "
-                f"alone that differs, of {name!r}. Sum it over {named(self._axes)}, as vocab_cross_entropy does."
+                f"of {name_axes(self._axes)}, or both be each device's own; got a {alone} "
+                f"alone that differs, of {name!r}. Sum it over {name_axes(self._axes)}, as vocab_cross_entropy does."
             )
         return _vary_plain_weight(mean, axes)
 
@@ -402,7 +403,7 @@ def _vary_plain_weight(mean: Mean, except_axes: tuple[str, ...]) -> Mean:
 
 def _find_kinds(tree: Any) -> dict[Any, str]:
     """Dtype and shape of each leaf, by its path."""
-    return {path: kind(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path: describe_type(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _count_rows(layers: Any) -> int:

@@ -43,15 +43,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import Axis, named, quoted
+from shardkit._arguments.checks import Axis, name_axes, quote
 from shardkit._jax.compat import bound, eval_shape, varying_axes
 from shardkit._jax.jaxprs import RunShare
 from shardkit.collectives import axis_index, axis_size, shift, vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.layers.matmul import live_axes
-from shardkit.on_device.batch import row, split_microbatches, take_microbatch
+from shardkit.on_device.batch import split_microbatches, take_microbatch, take_row
 from shardkit.on_device.gradient import is_loss_alone
-from shardkit.on_device.handles import is_handle, open_before_loss, parts, reduce_to_part, unseal_handles
+from shardkit.on_device.handles import is_handle, open_before_loss, reduce_to_part, strip_handles, unseal_handles
 from shardkit.on_device.means import Mean
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.on_device.trained import TrainedLeaves, check_trained
@@ -81,9 +81,9 @@ def build_grad_fn(
         opened = open_before_loss(params)
         if is_loss_alone():  # asked by what compares the loss with one device's (`gradient.loss_alone`): no gradients
             means = dict(compute_in_sequence(model, schedule, stages, opened, batch, keys))
-            return means.pop("loss"), means, jax.tree.map(jnp.zeros_like, parts(params))
+            return means.pop("loss"), means, jax.tree.map(jnp.zeros_like, strip_handles(params))
         sums = run.sum_microbatches(opened, batch, keys, scale)
-        stack_grads = _join_chunks(sums.layers, parts(opened[stages.stack]))
+        stack_grads = _join_chunks(sums.layers, strip_handles(opened[stages.stack]))
         grads = sums.shared | {stages.stack: stack_grads}
         grads = jax.tree.map(_reduce_opened, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
@@ -178,7 +178,7 @@ class PipelineRun(NamedTuple):
         ops = self._make_ops(pieces, inputs, shared, scale, halves, pipe)
         wraps = self.schedule.chunks > 1 and self.schedule.placement == "loop"
         runner = TableRunner(table, ops, pipe.live or None, wraps)
-        return runner.run(jax.tree.leaves(parts(inputs.stacks)), pipe.device)
+        return runner.run(jax.tree.leaves(strip_handles(inputs.stacks)), pipe.device)
 
     def _find_pipe(self, params: Any, examples: Any) -> _Pipe:
         """The pipe axis, after a check of what does not fit the schedule."""
@@ -250,12 +250,12 @@ class PipelineRun(NamedTuple):
         count = self.schedule.microbatches
         if axis_size(names) != self.schedule.devices:
             raise ValueError(
-                f"{where}: the schedule must be for the devices of {named(names)}; it is for {self.schedule.devices} "
-                f"and there are {axis_size(names)}. Make one with devices={axis_size(names)}."
+                f"{where}: the schedule must be for the devices of {name_axes(names)}; it is for "
+                f"{self.schedule.devices} and there are {axis_size(names)}. Make one with devices={axis_size(names)}."
             )
         stack = self.stages.stack
         if not isinstance(params, Mapping) or stack not in params:
-            got = quoted(params) if isinstance(params, Mapping) else type(params).__name__
+            got = quote(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(
                 f"{where}: the parameters must be a mapping with the entry {stack!r}, the stack; got {got}. Put the "
                 f"stack of layers under {stack!r}, and everything else beside it."
@@ -345,7 +345,7 @@ class TableRunner(NamedTuple):
         zeros_like = partial(jax.tree.map, wide_zeros)
         if self.ops.train:
             means, _, _ = pieces.head_backward.out
-            sums = Sums(zeros_like(layers), zeros_like(parts(self.ops.shared)), zeros_like(means))
+            sums = Sums(zeros_like(layers), zeros_like(strip_handles(self.ops.shared)), zeros_like(means))
         else:
             sums = Sums([], [], zeros_like(pieces.head.out))
         saved = []
@@ -384,7 +384,7 @@ class TableRunner(NamedTuple):
         numbers_of_fields = np.array([FIELDS.index(move.field) for move in segment.moves], int)
         nothing_yet = jnp.zeros((1, len(numbers_of_fields)), jnp.int32)
         slots = jnp.concatenate([nothing_yet, ticks.fields[:, numbers_of_fields]])
-        arrivals = [row(getattr(state, move.buffer), 0) for move in segment.moves]
+        arrivals = [take_row(getattr(state, move.buffer), 0) for move in segment.moves]
         run_tick = partial(self._run_tick, segment, shares)
         (state, arrivals), _ = lax.scan(run_tick, (state, arrivals), (ticks, slots[:-1]))
         return self._write_arrivals(state, segment, arrivals, slots[-1])
@@ -449,7 +449,7 @@ class TableRunner(NamedTuple):
                 last = self.table.buffers[move.buffer] - 1
                 arrives = slot <= last
                 slot = jnp.minimum(slot, last)
-                before = row(buffers, slot)
+                before = take_row(buffers, slot)
                 slot_leaves = []
                 for new, old in zip(leaves, before, strict=True):
                     slot_leaves.append(jnp.where(arrives, new, old))

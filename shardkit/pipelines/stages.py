@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardkit._arguments.checks import axis_names, named
+from shardkit._arguments.checks import axis_names, name_axes
 from shardkit.on_device.pipelines import Staged
 from shardkit.plans.dim_rules import is_in_subtrees, make_dim_chooser, split_by_rules
 from shardkit.plans.plan import Plan, strategy
@@ -44,13 +44,13 @@ def _check_leaf(leaf: Leaf, stages: Stages, axes: tuple[str, ...]) -> None:
     """Refuses a leaf of the stack whose layers cannot be split into these stages."""
     if stages.devices != leaf.ways:
         raise ValueError(
-            f"pp: the schedule is for {stages.devices} devices; {named(axes)} has {leaf.ways}. Make the mesh with "
+            f"pp: the schedule is for {stages.devices} devices; {name_axes(axes)} has {leaf.ways}. Make the mesh with "
             f"{stages.devices} devices there, or the schedule with devices={leaf.ways}."
         )
     if not leaf.shape or 0 in leaf.split:
         reason = "is split on dim 0 by another strategy" if leaf.shape else "has no dims"
         raise ValueError(
-            f"pp: dim 0 of a leaf of the stack must be its layers, split over {named(axes)} only; leaf {leaf.path} "
+            f"pp: dim 0 of a leaf of the stack must be its layers, split over {name_axes(axes)} only; leaf {leaf.path} "
             f"{reason}. Move it out of {stages.stack!r}, or split another dim."
         )
 

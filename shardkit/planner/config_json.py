@@ -71,7 +71,7 @@ def read_sizes(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that the entries say, by the name of the field of `Model`."""
     config = _Entries(entries)
     types = (*_TYPES, *_LATENT_TYPES)
-    kind = config.read("model_type", None, f"one of {checks.quoted(types)}", lambda value: value in types)
+    kind = config.read("model_type", None, f"one of {checks.quote(types)}", lambda value: value in types)
     for name, only in _ONLY.items():
         config.expect(name, only)
     if kind in _LATENT_TYPES:
@@ -183,7 +183,7 @@ def read_entries(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         entries = json.loads(read_file(path, _LARGEST_FILE, links=False))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no text, or a name with a zero
-        raise _make_error(rule, f"{path}: {checks.raised(error)}") from error
+        raise _make_error(rule, f"{path}: {checks.describe_error(error)}") from error
     if not isinstance(entries, dict):
         raise _make_error(rule, f"{path}, which is none")
     return entries

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import mesh_in_context, quoted
+from shardkit._arguments.checks import mesh_in_context, quote
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.meshes.layout import local_shape, split_dims, table
 from shardkit.plans.splits import LeafLayout, Split, Strategy
@@ -75,9 +75,9 @@ def _reasons(leaf: LeafRow, stored: tuple[int, ...], update: PartitionSpec, mesh
     if not reasons:
         reasons.append("no strategy splits leaves")
     for dim, axes in split_dims(leaf.layout.automatic).items():
-        reasons.append(f"the partitioner splits dim {dim} over {quoted(axes)}")
+        reasons.append(f"the partitioner splits dim {dim} over {quote(axes)}")
     for axes, algorithm in leaf.layout.sums:
-        reasons.append(f"summed over {quoted(axes)} by {algorithm}")
+        reasons.append(f"summed over {quote(axes)} by {algorithm}")
     return reasons
 
 
@@ -88,7 +88,7 @@ def _describe_times(split: Split, staged: bool) -> str:
         return ", gathered once a step"
     if "layer" in (split.gather, split.scatter):
         if split.secondary:
-            parts = quoted(split.secondary)
+            parts = quote(split.secondary)
             return f", passed lazily to the loss, its parts over {parts} kept for the backward pass"
         return ", passed lazily to the loss"
     if split.scatter == "microbatch":

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import PartitionSpec
 
-from shardkit._arguments.checks import dim_of, named, quoted
+from shardkit._arguments.checks import dim_of, name_axes, quote
 from shardkit.meshes.layout import all_axes, by_path, path_name, spec_axes
 from shardkit.plans.splits import Leaf, Split
 
@@ -65,7 +65,7 @@ def _find_dim(name: str, axes: tuple[str, ...], path: str, shape: tuple[int, ...
     if too_long or partial or len(dims) > 1:
         pronoun = "it" if len(axes) == 1 else "them"
         raise ValueError(
-            f"{name}: the rules must put {named(axes)} on one dim of leaf {path}; got {tuple(spec)} for shape "
+            f"{name}: the rules must put {name_axes(axes)} on one dim of leaf {path}; got {tuple(spec)} for shape "
             f"{shape}. Map one of the leaf's logical axes to {pronoun}."
         )
     return dims[0] if dims else None
@@ -75,7 +75,7 @@ def _refuse_unknown_leaf(name: str, path: str, specs: dict[str, PartitionSpec]) 
     subtree, _, last = path.rpartition(".")
     where = f" to {subtree!r}" if subtree else ""
     raise ValueError(
-        f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves {quoted(sorted(specs))}. "
+        f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves {quote(sorted(specs))}. "
         f'Add "{last}": P(){where}, with which it stays whole, or make the rules '
         "from the logical axes of these parameters."
     )
@@ -96,7 +96,7 @@ def split_by_rules(name: str, axes: tuple[str, ...], choose: ChooseDim, leaf: Le
     if size % leaf.ways:
         padded = math.ceil(size / leaf.ways) * leaf.ways
         raise ValueError(
-            f"{name}: dim {dim} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
+            f"{name}: dim {dim} of leaf {leaf.path} must be divisible by {name_axes(axes)}; got size {size} over "
             f"{leaf.ways} devices. Pad it to {padded} (a vocabulary; then pass "
             f"vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
             "use a smaller axis."
@@ -152,8 +152,8 @@ def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, Pa
         used |= all_axes(spec)
     if not used & set(axes):
         raise ValueError(
-            f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
-            f"{quoted(sorted(used))}. Map a logical axis to {axes[0]!r}, or pass the axis of the rules to {name}."
+            f"{name}: the rules must put {name_axes(axes)} on some dim; the axes that they name are "
+            f"{quote(sorted(used))}. Map a logical axis to {axes[0]!r}, or pass the axis of the rules to {name}."
         )
     return by_path(f"{name}: rules", leaves)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import axis_names, quoted, sized
+from shardkit._arguments.checks import axis_names, format_sizes, quote
 from shardkit.meshes.layout import by_path, canonical, spec_axes
 from shardkit.plans.storage import is_padded, stored_array
 
@@ -30,13 +30,13 @@ def manual_axes(where: str, manual: Any, plan: Any, mesh: Any) -> tuple[str, ...
     for axis in axes:
         if axis not in mesh.shape:
             raise ValueError(
-                f"{where}: manual must name axes of the mesh; got {axis!r}; its axes are {sized(mesh.shape.items())}. "
-                "Use some of them, or leave manual out, which means all."
+                f"{where}: manual must name axes of the mesh; got {axis!r}; its axes are "
+                f"{format_sizes(mesh.shape.items())}. Use some of them, or leave manual out, which means all."
             )
     missing = [axis for axis in plan.axes if axis not in axes]
     if missing:
         raise ValueError(
-            f"{where}: manual must name every axis of the plan; got {quoted(axes)} for {plan}. Add {missing[0]!r} to "
+            f"{where}: manual must name every axis of the plan; got {quote(axes)} for {plan}. Add {missing[0]!r} to "
             "manual, or leave it out of the plan, so that the partitioner splits arrays over it."
         )
     return axes

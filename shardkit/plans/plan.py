@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, quoted, sized
+from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, format_sizes, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
@@ -127,7 +127,7 @@ class Plan(NamedTuple):
         """Refuses a strategy that names a leaf or subtree which the parameters do not have, and stages of no stack."""
         leaves_with_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
         paths = [path_name(path) for path, _ in leaves_with_path]
-        leaves = quoted(paths[:8])
+        leaves = quote(paths[:8])
         if len(paths) > 8:
             leaves += ", ..."
         for strategy in self.strategies:
@@ -271,17 +271,18 @@ class Plan(NamedTuple):
             for axis in strategy.axes:
                 if axis not in mesh.shape:
                     raise ValueError(
-                        f"{strategy.name}: the mesh has no axis {axis!r}; its axes are {sized(mesh.shape.items())}. "
-                        "Use one of them, or add the axis to make_mesh."
+                        f"{strategy.name}: the mesh has no axis {axis!r}; its axes are "
+                        f"{format_sizes(mesh.shape.items())}. Use one of them, or add the axis to make_mesh."
                     )
             # Rules may name the axes of other strategies. A misspelled one would belong to none, and leave its leaf
             # whole.
             for path, axis in strategy.rule_axes:
                 if axis not in mesh.shape:
                     raise ValueError(
-                        f"{strategy.name}: the rules may only name axes of the mesh, {sized(mesh.shape.items())}; they "
-                        f"split leaf {path} over {axis!r}. Name those alone, also in the metadata behind them, or add "
-                        f"the axis to make_mesh, as {axis}=1 if nothing is to be split over it."
+                        f"{strategy.name}: the rules may only name axes of the mesh, "
+                        f"{format_sizes(mesh.shape.items())}; they split leaf {path} over {axis!r}. Name those alone, "
+                        f"also in the metadata behind them, or add the axis to make_mesh, as {axis}=1 if nothing is "
+                        "to be split over it."
                     )
 
 
@@ -394,7 +395,7 @@ def strategy(
     # A leaf that the specs split must be among the parameters, as one that the user names must.
     paths = [path for path, rule_axis in rule_axes if rule_axis in axes]
     part = Strategy(
-        f"{name}({quoted(axes)})",
+        f"{name}({quote(axes)})",
         axes,
         rank,
         batch_dim,

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from shardkit._arguments.checks import named
+from shardkit._arguments.checks import name_axes
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import canonical, spec_axes, split_dims
 from shardkit.plans.storage import Rows, Sizes, Storage
@@ -239,7 +239,7 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
         if split.reduce_by.feedback and split.scatter in times:
             raise ValueError(
                 f"{split.reduce_by}: the gradient of a leaf must be reduced once per step; the gradient of leaf "
-                f"{path} is reduced {times[split.scatter]} over {named(split.axes)}. Use it in dp, or in zero1 or "
+                f"{path} is reduced {times[split.scatter]} over {name_axes(split.axes)}. Use it in dp, or in zero1 or "
                 "fsdp without layerwise, or leave out feedback=True."
             )
     if not layout.rows:

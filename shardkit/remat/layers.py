@@ -29,14 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
-from shardkit._arguments.checks import named
+from shardkit._arguments.checks import name_axes
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
-from shardkit.on_device.handles import is_handle, open_handles, parts, unseal_handles
-from shardkit.on_device.means import kind
+from shardkit.on_device.handles import is_handle, open_handles, strip_handles, unseal_handles
+from shardkit.on_device.means import describe_type
 from shardkit.remat.recompute import POLICIES, LeafPartition, Remat, checkpoint_if_asked, find_policy_if_asked
 from shardkit.remat.regather import regather_layer, regather_stack
 
@@ -238,15 +238,15 @@ def _check_stack(stacked: Any) -> None:
         if axes:
             raise ValueError(
                 f"scan_layers: dim 0 of a stack, the layers, must not be sharded; {leaf.path or 'a leaf'} is sharded "
-                f"there over {named(axes)}. Stack the layers if they are a list, or choose another dim with the plan's "
-                "rules=."
+                f"there over {name_axes(axes)}. Stack the layers if they are a list, or choose another dim with the "
+                "plan's rules=."
             )
 
 
 def _count_layers(stacked: Any) -> int:
     """The number of layers of a stack."""
     counts = set()
-    for leaf in jax.tree.leaves(parts(stacked)):
+    for leaf in jax.tree.leaves(strip_handles(stacked)):
         shape = jnp.shape(leaf)
         counts.add(shape[0] if shape else 0)
     if len(counts) != 1 or counts == {0}:
@@ -330,7 +330,7 @@ def is_list_of_layers(stacked: Any) -> bool:
         return False
     shapes = set()  # of a layer, with its structure, as text
     for layer in stacked:
-        shapes.add(str(jax.tree.map(jnp.shape, parts(layer))))
+        shapes.add(str(jax.tree.map(jnp.shape, strip_handles(layer))))
     return len(shapes) == 1
 
 
@@ -369,7 +369,7 @@ def _describe_leaves(tree: Any) -> str:
     descriptions = []
     for path, leaf in tree_leaves_with_path(tree):
         # One array has no path, and no name.
-        descriptions.append(f"{path_name(path)}: {kind(leaf)}" if path else kind(leaf))
+        descriptions.append(f"{path_name(path)}: {describe_type(leaf)}" if path else describe_type(leaf))
     return ", ".join(descriptions)
 
 

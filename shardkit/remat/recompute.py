@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.compat import eval_shape, on_this_mesh
 from shardkit._jax.dependence import find_independent
 from shardkit.collectives._sums import DOT, add_terms, wide_zeros
@@ -46,7 +46,7 @@ def find_policy(where: str, remat: Remat, offload: bool) -> Any:
     if callable(remat):
         return remat
     raise ValueError(
-        f"{where}: remat must be None, one of {quoted(POLICIES)}, a tuple of checkpoint names, or a policy of "
+        f"{where}: remat must be None, one of {quote(POLICIES)}, a tuple of checkpoint names, or a policy of "
         f"jax.checkpoint_policies; got {remat!r}. Pass for example remat='dots'."
     )
 

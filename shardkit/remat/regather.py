@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives._sums import add_terms, typed_zeros, wide_zeros
-from shardkit.on_device.batch import row
-from shardkit.on_device.handles import gather_kept, is_handle, open_handles, parts, reduce_to_part
+from shardkit.on_device.batch import take_row
+from shardkit.on_device.handles import gather_kept, is_handle, open_handles, reduce_to_part, strip_handles
 from shardkit.remat.recompute import (
     LayerPasses,
     Leaves,
@@ -72,7 +72,7 @@ class _RegatheredLayers:
         microbatches: int,
     ):
         def take_microbatch(x: Any) -> Any:
-            return row(x, 0) if microbatches > 1 else x
+            return take_row(x, 0) if microbatches > 1 else x
 
         # Shapes alone: a gather that stood here would be sent in addition to those of the two passes.
         gathered = eval_shape(sweep.gather, weights)
@@ -103,7 +103,7 @@ class _RegatheredLayers:
     def _wanted(self) -> WantedGradients:
         """Every possible gradient."""
         weights, shared, x = jax.tree.unflatten(self._arguments, self._differentiable)
-        return WantedGradients(jax.tree.leaves(parts(weights)), shared, x)
+        return WantedGradients(jax.tree.leaves(strip_handles(weights)), shared, x)
 
     @cached_property
     def _passes(self) -> LayerPasses:
@@ -247,7 +247,7 @@ class _PrefetchedStack:
 
     def gather(self, stacked: Any) -> Any:
         """The weights of layer 0: the other layers' have the same shapes, for which this is called."""
-        return open_handles(row(stacked, 0))
+        return open_handles(take_row(stacked, 0))
 
     def forward(self, run_layer: Forward, stacked: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
         """All layers, each gathered while the one before it computes; the last one is outside the loop.
@@ -256,7 +256,7 @@ class _PrefetchedStack:
         """
 
         def fetch(number: Any) -> Any:
-            weights, secondary = gather_kept(row(stacked, number))
+            weights, secondary = gather_kept(take_row(stacked, number))
             return jax.tree.leaves(open_handles(weights)), secondary
 
         def run_round(carry: Any, number: jax.Array) -> Any:
@@ -288,8 +288,8 @@ class _PrefetchedStack:
         shared_nodes = list(compress(shared, wanted.shared))
 
         def fetch(number: Any) -> list[Any]:
-            kept = row(secondary, number)
-            weights, _ = gather_kept(row(stacked, number), kept)
+            kept = take_row(secondary, number)
+            weights, _ = gather_kept(take_row(stacked, number), kept)
             return jax.tree.leaves(open_handles(weights))
 
         def run_layer(number: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
@@ -306,11 +306,11 @@ class _PrefetchedStack:
         def run_round(carry: Any, number: jax.Array) -> Any:
             weights, carry = carry
             previous = fetch(number - 1)
-            return (previous, run_layer(number, weights, row(layer_residuals, number), carry)), None
+            return (previous, run_layer(number, weights, take_row(layer_residuals, number), carry)), None
 
         # [layers, ...] of the parts: each round writes the row of its layer, so memory holds one whole gradient at a
         # time.
-        stack_grads = [typed_zeros(part) for part in parts(nodes)]
+        stack_grads = [typed_zeros(part) for part in strip_handles(nodes)]
         shared_sums = [wide_zeros(leaf) for leaf in shared_nodes]
         carry = (dy, stack_grads, shared_sums)
         final = self.layers - 1
@@ -321,7 +321,7 @@ class _PrefetchedStack:
             # Layer 0 stands after the loop: behind it nothing is left to gather.
             numbers = jnp.arange(final - 1, 0, -1)
             (previous, carry), _ = jax.lax.scan(run_round, (previous, carry), numbers)
-            carry = run_layer(0, previous, row(layer_residuals, 0), carry)
+            carry = run_layer(0, previous, take_row(layer_residuals, 0), carry)
         dx, stack_grads, shared_sums = carry
         return [*stack_grads, *_reduce_to_parts(shared_nodes, shared_sums), *dx]
 

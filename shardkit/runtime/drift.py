@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import all_axes
 from shardkit.runtime.data.checksums import shard_checksums
@@ -38,8 +38,8 @@ class Drift(NamedTuple):
     def __str__(self) -> str:
         majority = "there is no majority" if self.expected is None else f"most replicas {self.expected:08x}"
         return (
-            f"{self.path} at {sized(self.coordinates.items())} (device {self.device}, process {self.process}) has "
-            f"checksum {self.checksum:08x}, and {majority}"
+            f"{self.path} at {format_sizes(self.coordinates.items())} (device {self.device}, process {self.process}) "
+            f"has checksum {self.checksum:08x}, and {majority}"
         )
 
 

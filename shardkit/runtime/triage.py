@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import Axis, at_least, mesh_in_context, sized
+from shardkit._arguments.checks import Axis, at_least, format_sizes, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table
@@ -93,7 +93,7 @@ class TriageReport(NamedTuple):
         lines.append("not finite before the cross-device reduction:")
         cells = [("leaf", "where", "values", "first")]
         for row in self.rows[:_PRINTED]:
-            where = sized(row.coordinates.items()) if row.coordinates else "everywhere"
+            where = format_sizes(row.coordinates.items()) if row.coordinates else "everywhere"
             first = str(list(row.first)) if row.first else ""
             cells.append((row.path, where, str(row.values), first))
         lines.append(table(cells))

@@ -265,6 +265,6 @@ def check_sizes(where: str, **values: int) -> tuple[int, ...]:
     """The sizes of a schedule as whole numbers from 1, of at most a million actions together."""
     sizes = checks.integers_from_one(where, **values)
     if math.prod(sizes) > 10**6:
-        got = checks.sized(zip(values, sizes, strict=True))
+        got = checks.format_sizes(zip(values, sizes, strict=True))
         raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {got}. Lower one.")
     return sizes

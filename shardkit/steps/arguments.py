@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.meshes.rng import refuse_unstable
-from shardkit.on_device.means import kind
+from shardkit.on_device.means import describe_type
 from shardkit.on_device.pipelines import Staged
 
 
@@ -63,7 +63,7 @@ def _takes_scale(function: Any) -> bool | None:
 def _describe(x: Any) -> str:
     """A value as an error names it."""
     if hasattr(x, "dtype"):
-        return kind(x)
+        return describe_type(x)
     if isinstance(x, Staged):
         return f"a {type(x).__name__}"
     name = getattr(x, "__name__", None)

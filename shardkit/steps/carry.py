@@ -20,7 +20,7 @@ from shardkit._arguments.typed import is_array
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import GradFn, WithCarried
 from shardkit.on_device.groups import Groups
-from shardkit.on_device.means import kind
+from shardkit.on_device.means import describe_type
 from shardkit.on_device.metrics import if_finite
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
@@ -198,10 +198,10 @@ def _check_same(old: Any, new: Any) -> None:
     if ours != theirs:
         raise ValueError(f"{rule}; got {ours} for {theirs}. Return every leaf that it was passed.")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
-        if kind(x) != kind(y):
+        if describe_type(x) != describe_type(y):
             raise ValueError(
-                f"{rule}; leaf {path_name(path)} was {kind(x)} and is {kind(y)}. Return it with .astype(...) and in "
-                "its shape."
+                f"{rule}; leaf {path_name(path)} was {describe_type(x)} and is {describe_type(y)}. Return it with "
+                ".astype(...) and in its shape."
             )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit._arguments.typed import Optimizer, check_kind, kinds_of, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.meshes.layout import spec_axes
@@ -406,7 +406,8 @@ def diloco(
     """
     if axis not in mesh.shape:
         raise ValueError(
-            f"diloco: axis must be one of the mesh, {sized(mesh.shape.items())}; got {axis!r}. Add it to make_mesh."
+            f"diloco: axis must be one of the mesh, {format_sizes(mesh.shape.items())}; got {axis!r}. Add it to "
+            "make_mesh."
         )
     train_steps: list[TrainStep | None] = []
     programs = AlikePrograms()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import raised
+from shardkit._arguments.checks import describe_error
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating
@@ -53,7 +53,7 @@ def wrap_optimizer(optimizer: Any) -> Any:
             return call(*args, **extra)
         except Exception as error:
             if isinstance(error, AttributeError) or _is_of_its_arguments(error):
-                raise TypeError(_what_it_is_given(name, f", and fails: {raised(error)}")) from error
+                raise TypeError(_what_it_is_given(name, f", and fails: {describe_error(error)}")) from error
             error.add_note(_what_it_is_given(name))
             raise
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.precision import LossScale, Precision, first_loss_scale
@@ -60,7 +60,7 @@ class TrainState(NamedTuple):
 def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> TrainState:
     """The state that a run begins with, without carried state; `params` may be a function of the key."""
     if isinstance(mesh, AbstractMesh):
-        sizes = sized(mesh.shape.items())
+        sizes = format_sizes(mesh.shape.items())
         raise ValueError(
             f"init: the mesh must have devices; got an abstract mesh of {sizes}. Call init.abstract(params), or "
             f"make the step over sk.make_mesh({sizes})."

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit._jax import compat
 from shardkit.meshes.layout import canonical, path_name, spec_axes
 from shardkit.on_device.residuals import residual_layouts
@@ -79,8 +79,8 @@ def _check_leaf(path: str, x: Any, spec: PartitionSpec, mesh: Mesh) -> None:
         return
     if dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ValueError(
-            f"step: the state must be on the mesh of the step, {sized(mesh.shape.items())}; leaf "
-            f"{path} is on {sized(sharding.mesh.shape.items())}. Save and restore it as a "
+            f"step: the state must be on the mesh of the step, {format_sizes(mesh.shape.items())}; leaf "
+            f"{path} is on {format_sizes(sharding.mesh.shape.items())}. Save and restore it as a "
             "checkpoint, or pass jax.device_put(state, layouts of init.abstract(params))."
         )
     if _splits(sharding.spec, mesh) != _splits(spec, mesh):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit._arguments.typed import ARRAYS, check_kind
 from shardkit._jax import compat
 from shardkit.meshes.layout import path_name
@@ -179,7 +179,7 @@ def _check_batch(batch: Any, mesh: Any) -> None:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed and x.devices() != devices:
             numbers = sorted(device.id for device in x.devices())
             raise ValueError(
-                f"step: the batch must be on the devices of the mesh, {sized(mesh.shape.items())}; leaf "
+                f"step: the batch must be on the devices of the mesh, {format_sizes(mesh.shape.items())}; leaf "
                 f"{path_name(path)} is on devices {numbers}. Pass arrays of the host, or sk.shard(batch, mesh, "
                 "plan.batch_spec(mesh))."
             )

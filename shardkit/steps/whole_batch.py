@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import axis_names, quoted
+from shardkit._arguments.checks import axis_names, quote
 from shardkit._jax import compat
 from shardkit._jax.interpreter import FactInterpreter
 from shardkit._jax.jaxprs import mesh_axes, walk
@@ -120,7 +120,7 @@ class LossOfWholeBatch(NamedTuple):
         if sent.of_stages:
             batch = _OF_STAGES
         warnings.warn(
-            f"step: {sent.line}: the loss, which {does} {quoted(sent.axes)} here, must be the same on every mesh; it "
+            f"step: {sent.line}: the loss, which {does} {quote(sent.axes)} here, must be the same on every mesh; it "
             f"is {loss:.6g} on this one, and {self.loss:.6g} where one device has {batch}",
             Unintended,
             stacklevel=3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit._arguments.checks import Axis, axis_names, named
+from shardkit._arguments.checks import Axis, axis_names, name_axes
 from shardkit._arguments.typed import typed
 from shardkit.plans.dim_rules import DimRules, choose_in_subtree, make_dim_chooser
 from shardkit.plans.plan import Plan, strategy
@@ -57,7 +57,7 @@ def ep(axis: Axis, rules: DimRules = BY_NAME) -> Plan:
         # Refused, not left whole: `moe` takes the leaves that it gets for this device's part of the experts.
         if leaf.shape[dim] % leaf.ways:
             raise ValueError(
-                f"ep: the experts, dim {dim} of leaf {leaf.path}, must be divisible by {named(names)}; got shape "
+                f"ep: the experts, dim {dim} of leaf {leaf.path}, must be divisible by {name_axes(names)}; got shape "
                 f"{leaf.shape} over {leaf.ways} devices. Choose another number of experts or a smaller axis."
             )
         # By default a Split is never gathered, and its gradient never summed over its axes: tokens of all devices come

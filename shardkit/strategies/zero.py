@@ -34,7 +34,7 @@ import math
 from functools import partial
 from typing import Literal, NamedTuple, NoReturn
 
-from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
+from shardkit._arguments.checks import Axis, at_least, axis_names, name_axes, quote
 from shardkit._arguments.typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.plans.dim_rules import ChooseDim, DimRules, is_in_subtrees, is_stacked, make_dim_chooser
@@ -204,7 +204,7 @@ def fsdp(
     if fast_axes and (not set(fast_axes) < set(axes) or not layerwise):
         raise ValueError(
             "fsdp: secondary must be some of the axes, and not all, for the weights that layerwise names; got "
-            f"secondary={quoted(fast_axes)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
+            f"secondary={quote(fast_axes)} for the axes {quote(axes)} and layerwise={layerwise!r}. Pass for example "
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
     options = _Options("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce)
@@ -308,8 +308,8 @@ def _check_algorithm(
         if not secondary or getattr(algorithm, kernel) is None:
             raise
         raise ValueError(
-            f"{options.name}: {argument}= must run over the axes beside secondary={quoted(secondary)}, which are "
-            f"{quoted(axes)}; got {algorithm}. Pass an algorithm for these axes, or leave out secondary=."
+            f"{options.name}: {argument}= must run over the axes beside secondary={quote(secondary)}, which are "
+            f"{quote(axes)}; got {algorithm}. Pass an algorithm for these axes, or leave out secondary=."
         ) from error
 
 
@@ -350,7 +350,7 @@ def _choose_dim(options: _Options, choose_by_rules: ChooseDim | None, leaf: Leaf
         return "no dim is left to pad"
     if options.uneven == "refuse":
         raise ValueError(
-            f"{options.name}: one dim of leaf {leaf.path} must be divisible by {named(options.axes)}; got shape "
+            f"{options.name}: one dim of leaf {leaf.path} must be divisible by {name_axes(options.axes)}; got shape "
             f"{leaf.shape} over {leaf.ways} devices. Pass uneven='pad' or uneven='replicate'."
         )
     if first > 0:
@@ -382,8 +382,8 @@ def _refuse_chosen_dim(options: _Options, leaf: Leaf, dim: int) -> NoReturn:
         rule = " or one that can be padded, which a layer dim, or a dim that another strategy splits, cannot"
         remedy = "Choose another dim."
     raise ValueError(
-        f"{options.name}: dim {dim} of leaf {leaf.path} must be divisible by {named(options.axes)}{rule}; got shape "
-        f"{leaf.shape} over {leaf.ways} devices. {remedy}"
+        f"{options.name}: dim {dim} of leaf {leaf.path} must be divisible by {name_axes(options.axes)}{rule}; got "
+        f"shape {leaf.shape} over {leaf.ways} devices. {remedy}"
     )
 
 

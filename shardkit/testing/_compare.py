@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._arguments.checks import quoted, sized
+from shardkit._arguments.checks import format_sizes, quote
 from shardkit._arguments.typed import ARRAYS, check_kind, short
 from shardkit.meshes.layout import path_name
 
@@ -59,7 +59,7 @@ class Gap(NamedTuple):
 
 def describe_mesh(mesh: Mesh) -> str:
     """`on mesh data=2, model=4`."""
-    return f"on mesh {sized(mesh.shape.items())}"
+    return f"on mesh {format_sizes(mesh.shape.items())}"
 
 
 def is_spec_or_none(x: Any) -> bool:
@@ -115,7 +115,7 @@ def check_conclusive(where: str, grads: Any, loss: Any = 0.0) -> None:
             not_finite.append(name)
     if not_finite:
         verb = "is" if len(not_finite) == 1 else "are"
-        reason = f"{quoted(not_finite)} {verb} not finite"
+        reason = f"{quote(not_finite)} {verb} not finite"
     # Zero times any factor is zero: a sum that is missing or repeated would not show.
     elif not any(x.any() for _, x in leaves):
         reason = "all gradients are zero"

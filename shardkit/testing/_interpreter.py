@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
@@ -290,7 +290,7 @@ def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
     if row.emulate is None:
         known = sorted(primitive.name for primitive in TABLE.values() if primitive.emulate)
         raise ValueError(
-            f"emulate: a collective must be one of {quoted(known)}; got {name}. Run the kernel with jax.shard_map on "
+            f"emulate: a collective must be one of {quote(known)}; got {name}. Run the kernel with jax.shard_map on "
             "simulated devices."
         )
     groups = equation.params.get("axis_index_groups")

@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.tree_util import keystr
 
-from shardkit._arguments.checks import counted, divides, named, quoted, sized
+from shardkit._arguments.checks import divides, format_count, format_sizes, name_axes, quote
 from shardkit._jax import compat
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_spec, split_dims
-from shardkit.on_device.means import kind
+from shardkit.on_device.means import describe_type
 from shardkit.testing._compare import is_spec_or_none, replace_none
 
 
@@ -42,7 +42,8 @@ def check_args(
     """
     if not isinstance(args, tuple | list):
         raise TypeError(
-            f"{where}: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for one argument."
+            f"{where}: args must be a tuple of the arguments; got {describe_type(args)}. Pass args=(x,) for one "
+            "argument."
         )
     args = tuple(args)
     for path, x in jax.tree_util.tree_leaves_with_path(args):
@@ -62,7 +63,8 @@ def check_args(
     if specs is None:
         raise ValueError(
             f"{where}: in_specs must be one spec for all arguments, or a tuple with one for each of them; got "
-            f"{_entries(in_specs)} for {counted(len(args), 'argument')}. Pass for example in_specs=(P(), P('data'))."
+            f"{_entries(in_specs)} for {format_count(len(args), 'argument')}. Pass for example in_specs=(P(), "
+            "P('data'))."
         )
     for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(args), specs, strict=True):
         _check_sizes(f"{where}, args{keystr(path)}", mesh, spec, np.shape(x))
@@ -96,8 +98,8 @@ def wrap_kernel(
             # jax's assertion without a message would pass for a difference that is found.
             explained = explain_error(where, error, mesh)
             explained.add_note(
-                f"{where}: raised by the kernel, which was called on mesh {sized(mesh.shape.items())} with the shards "
-                f"of one device: {_shapes(shards)}."
+                f"{where}: raised by the kernel, which was called on mesh {format_sizes(mesh.shape.items())} with the "
+                f"shards of one device: {_shapes(shards)}."
             )
             # `raise explained from error` would make this error its own cause.
             if explained is error:
@@ -134,7 +136,7 @@ def explain_error(where: str, error: Exception, mesh: Mesh | AbstractMesh) -> Ex
     return ValueError(
         f"{where}: jax.shard_map must support what the kernel calls at {line}; it raises {type(error).__name__} "
         "without a message, as for a psum with axis_index_groups or over an unknown axis. Use the mesh's axes, "
-        f"{quoted(mesh.axis_names)}, and make groups an axis of the mesh."
+        f"{quote(mesh.axis_names)}, and make groups an axis of the mesh."
     )
 
 
@@ -183,7 +185,7 @@ def _check_replicated(where: str, spec: PartitionSpec, y: Any) -> None:
     if hidden:
         raise ValueError(
             f"{where}: a result must be the same on all devices along an axis that out_specs does not name; it varies "
-            f"along {quoted(hidden)}, and its spec is {spec}. Reduce or gather it over {named(hidden)}, or name "
+            f"along {quote(hidden)}, and its spec is {spec}. Reduce or gather it over {name_axes(hidden)}, or name "
             "the axis in out_specs."
         )
 
@@ -212,7 +214,7 @@ def _describe(x: Any) -> str:
 
 
 def _shapes(args: Any) -> str:
-    return ", ".join(kind(x) for x in jax.tree.leaves(args)) or "nothing"
+    return ", ".join(describe_type(x) for x in jax.tree.leaves(args)) or "nothing"
 
 
 def _entries(specs: Any) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
@@ -68,7 +68,7 @@ class WireCase(NamedTuple):
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.aval.shape))
-        return f"{self.row.kind} over {quoted(self.axes)}, {self.aval.dtype}[{shape}]"
+        return f"{self.row.kind} over {quote(self.axes)}, {self.aval.dtype}[{shape}]"
 
     def send(self, x: jax.Array) -> jax.Array:
         """The collective itself."""
@@ -94,7 +94,7 @@ def list_collectives(jaxpr: Any) -> tuple[list[WireCase], tuple[str, ...]]:
         if not kind_of(equation):
             continue
         if site.name.removesuffix("_p") in _LEFT_OUT:
-            unchecked[f"{site.name} over {quoted(mesh_axes(equation))}"] = None
+            unchecked[f"{site.name} over {quote(mesh_axes(equation))}"] = None
             continue
         mesh, check_vma = _find_mesh(site)
         # A psum of several arrays at once is checked array by array.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardkit._arguments.checks import axis_names, named, sized
+from shardkit._arguments.checks import axis_names, format_sizes, name_axes
 from shardkit._arguments.typed import Arrays, Specs, typed
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
@@ -43,7 +43,7 @@ class Certificate(NamedTuple):
     leaves: int
 
     def __str__(self) -> str:
-        meshes = "; ".join(sized(sizes.items()) for sizes in self.meshes)
+        meshes = "; ".join(format_sizes(sizes.items()) for sizes in self.meshes)
         return f"the gradients of {self.leaves} leaves are those of one device on {len(self.meshes)} meshes: {meshes}"
 
 
@@ -126,8 +126,8 @@ def certify_gradients(
     largest = max((math.prod(sizes.values()) for sizes in proved), default=0)
     if largest <= 1:
         raise ValueError(
-            f"certify_gradients: the batch and the parameters must be divisible by {named(tuple(axes))}; they fit no "
-            f"mesh of 2 to {count} devices. Pass larger arrays or other specs."
+            f"certify_gradients: the batch and the parameters must be divisible by {name_axes(tuple(axes))}; they fit "
+            f"no mesh of 2 to {count} devices. Pass larger arrays or other specs."
         )
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
 
@@ -383,7 +383,7 @@ def _report(mistakes: list[_Mistake]) -> str:
         names = ", ".join(f"`{path}`" for path in paths[:5])
         if len(paths) > 5:
             names += f" and {len(paths) - 5} more"
-        lines.append(f"on mesh {sized(mistake.sizes.items())}, gradients of {names} {mistake.text}")
+        lines.append(f"on mesh {format_sizes(mistake.sizes.items())}, gradients of {names} {mistake.text}")
     return (
         "certify_gradients: the gradients must equal the reference on every mesh; "
         + ";\n  ".join(lines)

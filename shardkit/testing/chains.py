@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit import collectives
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit.testing import reference
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
@@ -71,7 +71,7 @@ class Chain(NamedTuple):
     seed: int
 
     def __str__(self) -> str:
-        mesh = sized(self.sizes.items())
+        mesh = format_sizes(self.sizes.items())
         block = f"x: {self.dtype}[{', '.join(map(str, self.shape))}] on each device, seed {self.seed}"
         return "\n".join([f"mesh {mesh}", block, *(f"x = {op}" for op in self.ops)])
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, TOTALS, kind_of, mesh_axes, walk
 from shardkit.analysis.contracts import at_least_as_wide
@@ -73,7 +73,7 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
         extra = actual.metrics.keys() - expected.metrics.keys() - {"loss", "finite", "loss_scale"}
         if extra:
             raise AssertionError(
-                f"{where}: the metrics must be those of one device; only the mesh returns {quoted(sorted(extra))}. "
+                f"{where}: the metrics must be those of one device; only the mesh returns {quote(sorted(extra))}. "
                 "Return the same means from the loss and from the reference."
             )
         for name, value in expected.metrics.items():
@@ -149,7 +149,7 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
         return None
     axes, by_layouts, counted = differences[0]
     raise AssertionError(
-        f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "
+        f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quote(axes)}, by its "
         f"layouts; the census counts {float(counted):,.0f}. Print sk.census(step, state, batch) to find the "
         "missing or extra collective."
     )
@@ -199,7 +199,7 @@ def sums_keep_their_dtype(program: Program, reference: Reference) -> None:
         if row.n > 1 and row.sums and not at_least_as_wide(row.sums, dtype):
             raise AssertionError(
                 f"sums over devices must keep the dtype that was asked for: those {terms} {jnp.dtype(dtype)}; "
-                f"{row.kind} over {quoted(row.axes)} adds in {row.sums} at {row.source}. Cast before it, or pass a "
+                f"{row.kind} over {quote(row.axes)} adds in {row.sums} at {row.source}. Cast before it, or pass a "
                 "precision that says so."
             )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import apart, at_least, mesh_in_context, replicated_in_context, sized
+from shardkit._arguments.checks import apart, at_least, format_sizes, mesh_in_context, replicated_in_context
 from shardkit._arguments.typed import FUNCTION, Arrays, Key, Optimizer, check_fields, check_kind, kinds_of, typed
 from shardkit.meshes.layout import table
 from shardkit.on_device.gradient import GradFn
@@ -310,6 +310,6 @@ def _apply_law(row: str, law: Law, program: Program, reference: Reference) -> Ve
     try:
         note = law(program, reference) or ""
     except AssertionError as error:
-        where = f"on mesh {sized(program.mesh.shape.items())} with plan {program.plan}"
+        where = f"on mesh {format_sizes(program.mesh.shape.items())} with plan {program.plan}"
         return Verdict(row, name, broken=f"{where}, {error}", note="")
     return Verdict(row, name, broken="", note=note)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit._arguments.typed import typed
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.precision import Precision
@@ -56,7 +56,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         if self.label:
             return self.label
-        parts = [f"{sized(self.mesh.items())}: {self.plan}"]
+        parts = [f"{format_sizes(self.mesh.items())}: {self.plan}"]
         if self.accumulate > 1:
             parts.append(f"accumulate={self.accumulate}")
         if self.precision is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import counted
+from shardkit._arguments.checks import format_count
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends
 from shardkit.analysis.jaxpr.step import trace_step
@@ -61,8 +61,8 @@ class Delivery:
         if not self.collectives:
             return "wire: this step sends nothing that can be checked" + unchecked
         title = (
-            f"wire: every element of {counted(len(self.collectives), 'collective')} was right on {self.devices} "
-            f"devices, in {counted(self.rounds, 'round')} of {self.seconds:.1f} s beside busy processes{unchecked}"
+            f"wire: every element of {format_count(len(self.collectives), 'collective')} was right on {self.devices} "
+            f"devices, in {format_count(self.rounds, 'round')} of {self.seconds:.1f} s beside busy processes{unchecked}"
         )
         return "\n    ".join([title, *self.collectives])
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit._arguments.checks import counted
+from shardkit._arguments.checks import format_count
 from shardkit._arguments.typed import typed
 from shardkit.schedules import Schedule
 from shardkit.schedules.action import Action
@@ -94,8 +94,8 @@ def title(schedule: Schedule) -> str:
         >>> title(sk.schedules.lockstep(4, 8, chunks=2))
         'lockstep: 4 devices x 2 chunks, 8 microbatches'
     """
-    devices = counted(schedule.devices, "device")
-    microbatches = counted(schedule.microbatches, "microbatch", "es")
+    devices = format_count(schedule.devices, "device")
+    microbatches = format_count(schedule.microbatches, "microbatch", "es")
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     return f"{schedule.name}: {devices}{chunks}, {microbatches}"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.cost import chips
 from support.compilers import tpu
 
@@ -54,7 +54,7 @@ def test_types_on_the_command_line(inside, program):
 def test_mistakes_are_one_sentence(inside, program):
     done = inside("aot", f"{program}:make", "--topology", "v5", code=2)
     assert done.stderr == (
-        f"error: aot: unknown chip 'v5' in topology 'v5'; known are {quoted(chips)}. Pass for example 'v5p:8x8x8' or "
+        f"error: aot: unknown chip 'v5' in topology 'v5'; known are {quote(chips)}. Pass for example 'v5p:8x8x8' or "
         "'h100:1x1x8'.\n"
     )
 

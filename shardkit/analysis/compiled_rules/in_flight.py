@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.collectives import FoundCollective, Pairs
 from shardkit.analysis.hlo.groups import Groups, axes_of
@@ -121,4 +121,4 @@ def _count_shared(groups: Groups, others: Groups) -> int:
 
 def _describe(program: CompiledProgram, collective: FoundCollective) -> str:
     axes, _ = axes_of(collective.kind, collective.groups, tuple(program.mesh.items()))
-    return f"{collective.kind} over {quoted(axes)}"
+    return f"{collective.kind} over {quote(axes)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.report import format_bytes
 from shardkit.analysis.jaxpr.dataflow import format_type
@@ -70,7 +70,7 @@ def _describe_copies(
     first_axis, _ = axes[0]
     return Finding(
         "replicated-leaf",
-        f"{sentence}, over {sized(axes)}.",
+        f"{sentence}, over {format_sizes(axes)}.",
         largest.source or program.step.source,
         f"Name {first_axis!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
     )
@@ -96,7 +96,7 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
             verb = "have"
         yield Finding(
             "unplaced-leaf",
-            f"{text} {verb} no sharding on a mesh of {sized(program.mesh.items())}; the compiler chooses one.",
+            f"{text} {verb} no sharding on a mesh of {format_sizes(program.mesh.items())}; the compiler chooses one.",
             leaves[0].source or program.step.source,
             "Place it by jax.device_put with a NamedSharding, or pass in_shardings to jax.jit.",
         )

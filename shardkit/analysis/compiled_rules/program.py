@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import own_line
 from shardkit.analysis.hlo import aot, proto
@@ -190,7 +190,7 @@ def together(rows: Iterable[CompiledRow]) -> str:
     """Collectives of one kind and place in words, as "all_gather over 'data' of 64 bytes"."""
     rows = list(rows)
     first = rows[0]
-    text = f"{first.kind} over {quoted(first.axes)} of"
+    text = f"{first.kind} over {quote(first.axes)} of"
     if len(rows) == 1:
         return f"{text} {first.bytes_in:,} bytes"
     total = sum(row.bytes_in for row in rows)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import is_written
@@ -39,7 +39,7 @@ def rematerialized(program: CompiledProgram) -> Iterator[Finding]:
     for place, gather in largest.items():
         yield Finding(
             "full-rematerialization",
-            f"all_gather over {quoted(gather.row.axes)} makes a value of {gather.row.bytes_out:,} bytes, of which each "
+            f"all_gather over {quote(gather.row.axes)} makes a value of {gather.row.bytes_out:,} bytes, of which each "
             f"device keeps 1/{gather.parts}.",
             place,
             _REMEDY,

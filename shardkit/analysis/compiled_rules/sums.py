@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.analysis.compiled_rules.program import CompiledProgram
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
@@ -47,7 +47,7 @@ def sums(program: CompiledProgram) -> Iterator[Finding]:
         size = sum(term.bytes for term in repeated)
         yield Finding(
             "summed-separately",
-            f"{len(repeated)} x all_reduce over {quoted(row.axes)} of {size:,} bytes in all; only the sum of their "
+            f"{len(repeated)} x all_reduce over {quote(row.axes)} of {size:,} bytes in all; only the sum of their "
             "results is used.",
             row.place,
             "Add up each device's part and reduce once, inside jax.shard_map, as sk.make_train_step(accumulate=...) "

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from shardkit._arguments.checks import compiler_options, named, raised, sized
+from shardkit._arguments.checks import compiler_options, describe_error, format_sizes, name_axes
 from shardkit._arguments.typed import check_kind, kinds_of
 from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report
@@ -211,9 +211,9 @@ def _mesh_to_place(traced: Any, args: Sequence[Any], where: Topology, mesh: Any)
     differs = bool(program_sizes) and program_sizes != sizes
     if not sizes or differs or math.prod(sizes.values()) != where.devices:
         raise ValueError(
-            f"aot.place: the mesh must be that of the program, with as many devices as the topology; got "
-            f"{sized(sizes.items())} for a program over {sized(program_sizes.items())} and the {where.devices} of "
-            f"{str(where)!r}. Pass another topology or mesh."
+            "aot.place: the mesh must be that of the program, with as many devices as the topology; got "
+            f"{format_sizes(sizes.items())} for a program over {format_sizes(program_sizes.items())} and the "
+            f"{where.devices} of {str(where)!r}. Pass another topology or mesh."
         )
     return sizes
 
@@ -227,7 +227,7 @@ def _find_loads(census: Census, sizes: Mapping[str, int]) -> list[Load]:
     for row in census.rows:
         if row.n != math.prod(sizes[axis] for axis in row.axes):
             raise ValueError(
-                f"aot.place: collectives must be over whole axes; got groups of {row.n} along {named(row.axes)} at "
+                f"aot.place: collectives must be over whole axes; got groups of {row.n} along {name_axes(row.axes)} at "
                 f"{row.source}. Give the groups an axis of their own."
             )
         axes = tuple(axis for axis in sizes if axis in row.axes)  # the order in which a ppermute counts devices
@@ -322,7 +322,7 @@ def _trace_for(where: Topology, step: Any, args: Sequence[Any]) -> Any:
             return traceable(step).trace(*args)
     except Exception as error:
         raise ValueError(
-            f"aot.compile: the function cannot be traced with these arguments: {raised(error)}."
+            f"aot.compile: the function cannot be traced with these arguments: {describe_error(error)}."
         ) from error
 
 
@@ -330,7 +330,9 @@ def _lower_for(where: Topology, traced: Any) -> Any:
     try:
         return traced.lower(lowering_platforms=(where.platform,))
     except Exception as error:
-        raise ValueError(f"aot.compile: the function cannot be lowered for this platform: {raised(error)}.") from error
+        raise ValueError(
+            f"aot.compile: the function cannot be lowered for this platform: {describe_error(error)}."
+        ) from error
 
 
 def _find_mesh(traced: Any, lowered: Any, args: Sequence[Any], mesh: Any) -> dict[str, int]:
@@ -347,8 +349,8 @@ def _find_mesh(traced: Any, lowered: Any, args: Sequence[Any], mesh: Any) -> dic
     # A program of one partition splits nothing, and may be compiled for any mesh.
     if partitions not in (1, math.prod(sizes.values())):
         raise ValueError(
-            f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "
-            f"{partitions} devices. Pass the program's mesh as mesh=, or omit it."
+            f"aot.compile: mesh= must have as many devices as the program; got {format_sizes(sizes.items())} for a "
+            f"program of {partitions} devices. Pass the program's mesh as mesh=, or omit it."
         )
     return sizes
 
@@ -359,8 +361,8 @@ def _check_placement(where: Topology, sizes: Mapping[str, int], placement: Devic
         return
     if list(placement.axes.items()) != list(sizes.items()):
         raise ValueError(
-            f"aot.compile: placement must be one for the program's mesh; got one of {sized(placement.axes.items())} "
-            f"for {sized(sizes.items())}. Make another with aot.place."
+            "aot.compile: placement must be one for the program's mesh; got one of "
+            f"{format_sizes(placement.axes.items())} for {format_sizes(sizes.items())}. Make another with aot.place."
         )
     placement.grid(absent_devices(where))  # refuses one for another machine
 
@@ -456,7 +458,7 @@ def _refusal(where: Topology, sizes: Mapping[str, int], answer: Mapping[str, Any
     if _PART.search(message) and devices < where.devices:
         program = "a program of one device"
         if sizes:
-            program = f"the mesh {sized(sizes.items())}"
+            program = f"the mesh {format_sizes(sizes.items())}"
         return ValueError(
             f"aot.compile: the compiler for {where} cannot leave {where.devices - devices} of its {where.devices} "
             f"devices idle, as {program} would. Pass a topology of {devices} devices, or a mesh of {where.devices}."
@@ -475,5 +477,5 @@ def _first_line(answer: Mapping[str, Any]) -> str:
 def _too_small(where: Topology, sizes: Mapping[str, int], devices: int) -> ValueError:
     return ValueError(
         f"aot.compile: topology {str(where)!r} has {devices} devices, fewer than the {math.prod(sizes.values())} of "
-        f"the mesh {sized(sizes.items())}. Pass a larger topology or a smaller mesh."
+        f"the mesh {format_sizes(sizes.items())}. Pass a larger topology or a smaller mesh."
     )

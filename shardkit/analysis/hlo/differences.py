@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Set
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.primitives import registered
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
@@ -299,7 +299,7 @@ def _has_similar(kind: str, axes: tuple[str, ...], keys: Set[Key]) -> bool:
 
 def _describe_key(key: Key) -> str:
     kind, axes = key
-    return f"{kind} over {quoted(axes)}"
+    return f"{kind} over {quote(axes)}"
 
 
 def _describe_bytes(size: Fraction) -> str:

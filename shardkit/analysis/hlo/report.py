@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of, total_work
 from shardkit.analysis.hlo.compute import NO_WORK, Work, clock_of
@@ -154,7 +154,7 @@ class Report:
 
     def _format_head(self) -> str:
         """The chips, the mesh and the versions: "v5e:2x4, mesh data=8 (jax 0.10.2, libtpu 0.0.42)"."""
-        head = f"{self.topology}, mesh {sized(self.mesh.items())}"
+        head = f"{self.topology}, mesh {format_sizes(self.mesh.items())}"
         if self.versions:
             head += f" ({format_versions(self.versions)})"
         return head

@@ -20,7 +20,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from shardkit._arguments.checks import quoted, raised
+from shardkit._arguments.checks import describe_error, quote
 from shardkit._arguments.typed import typed
 from shardkit.steps.step import Step
 
@@ -51,8 +51,8 @@ def save(program: Any, path: str | os.PathLike[str], ends: dict[str, bool] | Non
     except Exception as error:  # jax and pickle have many
         raise ValueError(
             "save: the program must consist of arrays and compiled code alone; jax cannot serialize it: "
-            f"{raised(error)}. Take out calls to Python (jax.debug.print, callbacks), and define the classes of "
-            "arguments and results in a module."
+            f"{describe_error(error)}. Take out calls to Python (jax.debug.print, callbacks), and define the classes "
+            "of arguments and results in a module."
         ) from error
     saved = _SavedProgram(
         place=_describe_place(devices),
@@ -125,8 +125,8 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
         )
     except Exception as error:  # jax, pickle and the modules that it imports have many
         raise ValueError(
-            f"aot.load: the runtime must accept the program; it refuses {path}: {raised(error)}. Save the program "
-            "again, in the environment in which it runs."
+            f"aot.load: the runtime must accept the program; it refuses {path}: {describe_error(error)}. Save the "
+            "program again, in the environment in which it runs."
         ) from error
     if not saved.ends:
         return run
@@ -205,7 +205,7 @@ def _describe_place(devices: Sequence[Any]) -> dict[str, str]:
     return {
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "devices": f"{len(devices)} x {quoted(kinds)}",
+        "devices": f"{len(devices)} x {quote(kinds)}",
         "processor": processor,
     }
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import topologies
 
-from shardkit._arguments.checks import integers_from_one, quoted
+from shardkit._arguments.checks import integers_from_one, quote
 from shardkit._arguments.extras import install
 from shardkit._jax import backends
 from shardkit.cost import Chip, chips
@@ -71,7 +71,7 @@ def parse_topology(text: str) -> Topology:
         )
     if chip not in (*_TPU, *_GPU):
         raise ValueError(
-            f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "
+            f"aot: unknown chip {chip!r} in topology {text!r}; known are {quote((*_TPU, *_GPU))}. "
             "Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
         )
     if chip in _GPU:

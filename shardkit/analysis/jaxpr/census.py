@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.checks import counted
+from shardkit._arguments.checks import format_count
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, way_of
@@ -130,7 +130,7 @@ class Census:
             times[key] = times.get(key, 0) + row.times
         lines = []
         for (title, *calls), count in times.items():
-            lines.append(f"{title}, {counted(count, 'time')}")
+            lines.append(f"{title}, {format_count(count, 'time')}")
             lines += [f"    {line}" for line in calls]
         return "\n".join(lines)
 

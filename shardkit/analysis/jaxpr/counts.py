@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.compat import inner_jaxprs
 from shardkit._jax.dependence import find_independent
 from shardkit._jax.interpreter import inline_jaxpr
@@ -83,7 +83,7 @@ def _count_examples(batch: Any) -> int:
     if len(counts) != 1 or 0 in counts:
         raise ValueError(
             "counted: every array of the batch must have the same number of examples along dim 0; got "
-            f"{quoted(sorted(counts))}. Pass a batch as the loss takes it."
+            f"{quote(sorted(counts))}. Pass a batch as the loss takes it."
         )
     return int(counts.pop())
 

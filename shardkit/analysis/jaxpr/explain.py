@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from shardkit._arguments.checks import named, quoted
+from shardkit._arguments.checks import name_axes, quote
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
@@ -53,7 +53,7 @@ class Reason:
             times = ", an unknown number of times"
         elif self.count != 1:
             times = f", {self.count} times"
-        return f"{self.kind} over {quoted(self.axes)} of {self.bytes_in:,} bytes{times}, at {self.source}: {self.why}"
+        return f"{self.kind} over {quote(self.axes)} of {self.bytes_in:,} bytes{times}, at {self.source}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _say_why(site: Site, axes: tuple[str, ...], value: str, origins: Sequence[Si
     origin = origins[0]
     row = registered(origin.name)
     if row.why:
-        return row.why.format(value=value, over=quoted(axes), along=named(axes))
+        return row.why.format(value=value, over=quote(axes), along=name_axes(axes))
     pronoun = "them"
     if len(axes) == 1:
         pronoun = "it"
@@ -221,7 +221,7 @@ def _say_why(site: Site, axes: tuple[str, ...], value: str, origins: Sequence[Si
         cause = f"is used with {operand}, which varies over {pronoun}"
     else:
         cause = f"is used where a value must vary over {pronoun}"
-    return f"{value} is invariant over {quoted(axes)} and {cause}; the gradient of the cast is a sum."
+    return f"{value} is invariant over {quote(axes)} and {cause}; the gradient of the cast is a sum."
 
 
 def _name_other_operand(site: Site, axes: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit.analysis.jaxpr.dataflow import Block, find_line, format_type
 from shardkit.analysis.rules.program import TracedProgram
@@ -26,7 +26,7 @@ def draws(program: TracedProgram) -> Iterator[Finding]:
             continue
         yield Finding(
             "repeated-draw",
-            f"{format_type(operand.variable)}, which differs along {quoted(operand.axes)}, is combined with random "
+            f"{format_type(operand.variable)}, which differs along {quote(operand.axes)}, is combined with random "
             "numbers that are equal there, because their key is.",
             find_line(equation, block.context),
             "Draw from a key for each example or token, for the same numbers on every mesh, or fold the device's index "

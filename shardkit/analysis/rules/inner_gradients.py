@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
@@ -35,7 +35,7 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
         if axes and casts and _is_differentiated_again(site) and _begins_as_constant(casts, states):
             yield Finding(
                 "inner-gradient-of-a-constant",
-                f"the gradient of a {format_type(casts[0])} that begins as a constant is summed over {quoted(axes)}, "
+                f"the gradient of a {format_type(casts[0])} that begins as a constant is summed over {quote(axes)}, "
                 "and its devices have different examples: each device gets the gradient of all examples.",
                 site.source,
                 f"Cast the constant before differentiating: sk.vary(constant, {axes[0]!r}); or pass "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
@@ -60,7 +60,7 @@ def _check_gather(
         return
     yield Finding(
         "gather-one-shard-used",
-        f"all_gather over {quoted(axes)} sends each device {size - piece:,} bytes, and the slice at "
+        f"all_gather over {quote(axes)} sends each device {size - piece:,} bytes, and the slice at "
         f"{find_line(use.equation, use.block.context)}, its only use, takes {piece:,}.",
         find_line(equation, block.context),
         "Send only that piece: nothing for a device's own, which it has before; shift for a neighbor's, broadcast for "
@@ -82,7 +82,7 @@ def _check_sum(
         if _takes_different(use, dim, n, axes):
             yield Finding(
                 "all-reduce-then-slice",
-                f"all_reduce over {quoted(axes)} sends {2 * size * (n - 1) // n:,} bytes, and the slice at "
+                f"all_reduce over {quote(axes)} sends {2 * size * (n - 1) // n:,} bytes, and the slice at "
                 f"{find_line(use.equation, use.block.context)}, its only use, keeps 1/{n} of dim {dim} on each device.",
                 find_line(equation, block.context),
                 _choose_remedy(block, equation, dim),

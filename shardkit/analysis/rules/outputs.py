@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.analysis.jaxpr.dataflow import Block, find_line
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, find_first_line
@@ -42,10 +42,10 @@ def _find_hidden_differences(block: Block) -> Iterator[Finding]:
         for line, axes in axes_of_line.items():
             yield Finding(
                 "unequal-output",
-                f"a predicate that differs along {quoted(axes)} decides output {number} of the shard_map, which "
+                f"a predicate that differs along {quote(axes)} decides output {number} of the shard_map, which "
                 f"out_specs {spec} declare replicated there: devices hold different values.",
                 line,
-                f"Cast the operands with vary over {quoted(axes)}, so that the type shows it, and reduce the result.",
+                f"Cast the operands with vary over {quote(axes)}, so that the type shows it, and reduce the result.",
             )
 
 
@@ -60,10 +60,10 @@ def _find_unreduced(block: Block) -> Iterator[Finding]:
         if axes:
             yield Finding(
                 "unequal-output",
-                f"output {number} of the shard_map differs along {quoted(axes)}, and nothing reduces it; out_specs "
+                f"output {number} of the shard_map differs along {quote(axes)}, and nothing reduces it; out_specs "
                 f"{spec} declare it replicated there, which check_vma=False does not check.",
                 _find_line_of_output(block, out),
-                f"Reduce it over {quoted(axes)}, or name the axis in out_specs; check_vma=True finds this by type.",
+                f"Reduce it over {quote(axes)}, or name the axis in out_specs; check_vma=True finds this by type.",
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.dependence import Dependence
 from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.dataflow import find_line, find_split_axes
@@ -44,7 +44,7 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
     pairs = []
     for source, target in equation.params["perm"]:
         pairs.append((int(source), int(target)))
-    subject = f"ppermute over {quoted(axes)} of {n} devices"
+    subject = f"ppermute over {quote(axes)} of {n} devices"
     wrong = _find_wrong_device(pairs, n)
     if wrong:
         remedy = "Name each device at most once as source and once as target, as shift does."

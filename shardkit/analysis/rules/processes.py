@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardkit._arguments.checks import quoted, raised
+from shardkit._arguments.checks import describe_error, quote
 from shardkit._jax import backends, compat
 from shardkit._jax.jaxprs import kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.dataflow import Context, format_type
@@ -42,7 +42,7 @@ class _Line(NamedTuple):
         name = self.equation.primitive.name
         kind = kind_of(self.equation)
         if kind is not None:
-            name = f"{kind} over {quoted(mesh_axes(self.equation))}"
+            name = f"{kind} over {quote(mesh_axes(self.equation))}"
         types = ", ".join(format_type(operand) for operand in self.equation.invars)
         return f"{name}({types})"
 
@@ -73,7 +73,7 @@ def differences_of_processes(step: TracedStep) -> Iterator[Finding]:
     except Exception as error:
         yield Finding(
             "process-dependent-program",
-            f"it can be traced as process {here} and raises {raised(error)} as process {there}.",
+            f"it can be traced as process {here} and raises {describe_error(error)} as process {there}.",
             _find_line_of_error(error),
             _REMEDY,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardkit._arguments.checks import raised
+from shardkit._arguments.checks import describe_error
 from shardkit.analysis.jaxpr.census import Census, census_of
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.step import TracedStep
@@ -50,6 +50,6 @@ def in_one_sentence(where: str, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{where}: the step must be {what} with these arguments; it raises {raised(error)}. Check the arguments, "
-            "and the mesh context that the step needs."
+            f"{where}: the step must be {what} with these arguments; it raises {describe_error(error)}. Check the "
+            "arguments, and the mesh context that the step needs."
         ) from error

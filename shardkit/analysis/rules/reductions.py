@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._arguments.checks import named, quoted
+from shardkit._arguments.checks import name_axes, quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import PLAN, TOTALS
 from shardkit._jax.primitives import registered
@@ -66,7 +66,7 @@ def _check_operand(block: Block, equation: Any, operand: Any, operation: str) ->
         return None
     return Finding(
         "repeated-reduction",
-        f"all_reduce over {quoted(axes)} of a {format_type(operand)} that is equal along {named(equal_axes)} "
+        f"all_reduce over {quote(axes)} of a {format_type(operand)} that is equal along {name_axes(equal_axes)} "
         f"already, because it {reason}; a {operation} {effect}.",
         find_line(equation, block.context),
         remedy,

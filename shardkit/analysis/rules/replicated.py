@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._arguments.checks import sized
+from shardkit._arguments.checks import format_sizes
 from shardkit._jax import compat
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import format_type
@@ -34,7 +34,7 @@ def replicated(program: TracedProgram) -> Iterator[Finding]:
             yield Finding(
                 "large-replicated",
                 f"{_name_argument(equation, number)}, {origin} of {size_of(operand):,} bytes "
-                f"({format_type(operand)}), is replicated over {sized(sizes.items())}.",
+                f"({format_type(operand)}), is replicated over {format_sizes(sizes.items())}.",
                 find_first_line(equation, block.context),
                 "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
             )

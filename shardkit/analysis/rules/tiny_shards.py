@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, find_line, find_split_axes, format_type
@@ -36,7 +36,7 @@ def tiny_shards(program: TracedProgram) -> Iterator[Finding]:
         if piece.aval.ndim and 0 < size_of(piece) < program.small:
             yield Finding(
                 "tiny-shards",
-                f"{kind} over {quoted(axes)} of {n} devices sends pieces of {size_of(piece):,} bytes "
+                f"{kind} over {quote(axes)} of {n} devices sends pieces of {size_of(piece):,} bytes "
                 f"({format_type(piece)}); {program.small:,} bytes are not worth a message.",
                 find_line(equation, block.context),
                 "Replicate leaves of this size, or split them over fewer devices.",

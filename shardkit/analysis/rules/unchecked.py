@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding, find_first_line
@@ -25,7 +25,7 @@ def unchecked(program: TracedProgram) -> Iterator[Finding]:
         if equation.primitive.name == "shard_map" and not equation.params["check_vma"]:
             yield Finding(
                 "check-vma-off",
-                f"shard_map over {quoted(compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
+                f"shard_map over {quote(compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
                 "missing reduction pass unnoticed, and gradients inside it are not summed.",
                 find_first_line(equation, block.context),
                 "Leave check_vma=True, and cast with vary where a type must match.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit._arguments.checks import counted, quoted
+from shardkit._arguments.checks import format_count, quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, user_line, walk
 from shardkit.analysis.jaxpr.census import size_of
@@ -37,7 +37,7 @@ def unread(program: TracedProgram) -> Iterator[Finding]:
         if not _is_of_user(site):
             continue
         operand = site.equation.invars[0]
-        text = f"{kind} over {quoted(axes)} of {format_type(operand)}"
+        text = f"{kind} over {quote(axes)} of {format_type(operand)}"
         # jax.grad computes a loss and drops it, with the sum that ends it; of one under jax.checkpoint, which computes
         # it once more, it drops all. So there a result must have no use at all.
         is_differentiated = _is_differentiated(site)
@@ -55,7 +55,7 @@ def unread(program: TracedProgram) -> Iterator[Finding]:
         if is_differentiated or size < program.small:
             continue
         lines.add((kind, site.source))
-        times = "" if site.times in (None, 1) else f", {counted(site.times, 'time')}"
+        times = "" if site.times in (None, 1) else f", {format_count(site.times, 'time')}"
         yield Finding(
             _NAME,
             f"no result of the program depends on {text} ({size:,} bytes{times}).",

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import named
+from shardkit._arguments.checks import name_axes
 from shardkit._jax import compat
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, varies, vary
@@ -36,7 +36,7 @@ def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
     """Refuses a table that is wrong, or for another collective or number of devices."""
     if table.op != op or table.devices != axis_size(names):
         raise ValueError(
-            f"{where}: table must be an {op} over the {axis_size(names)} devices of {named(names)}; got "
+            f"{where}: table must be an {op} over the {axis_size(names)} devices of {name_axes(names)}; got "
             f"{table.name}, an {table.described()}. Make one for them."
         )
     table.check()

@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import mesh_in_context, quoted
+from shardkit._arguments.checks import mesh_in_context, quote
 from shardkit._arguments.typed import check_fields, typed
 from shardkit.jobs.monitor.agreement import agree
 from shardkit.jobs.monitor.fingerprint import describe_batch, find_shapes, make_fingerprint
@@ -264,7 +264,7 @@ class Guard:
         """
         names = [field for field in Deadlines._fields if field != "silence"]
         if name not in names:
-            raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quoted(names)}.")
+            raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quote(names)}.")
         return self._clock.phase(name)
 
 

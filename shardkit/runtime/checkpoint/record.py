@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardkit._arguments.checks import one_of, quoted
+from shardkit._arguments.checks import one_of, quote
 from shardkit._arguments.files import read_file
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums
@@ -225,7 +225,7 @@ def _check_entry(where: str, stored: Records, wanted: Records, name: str, remedy
 
 def list_some(paths: list[str]) -> str:
     """How many paths there are, and the first of them."""
-    listed = quoted(paths[:_LISTED])
+    listed = quote(paths[:_LISTED])
     if len(paths) > _LISTED:
         listed += f" and {len(paths) - _LISTED} more"
     return f"{_count_leaves(paths)} ({listed})"

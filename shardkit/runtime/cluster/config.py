@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 from jax.sharding import Mesh
 
-from shardkit._arguments.checks import at_least, quoted
+from shardkit._arguments.checks import at_least, quote
 from shardkit._arguments.typed import check_fields, typed
 from shardkit.meshes.mesh import make_mesh
 from shardkit.plans.dim_rules import DimRules
@@ -281,7 +281,7 @@ class DistributedConfig:
         if unknown:
             raise ValueError(
                 "DistributedConfig.plan: mesh_axis_names must be among 'data', 'fsdp', 'model', 'stage'; got "
-                f"{quoted(unknown)}. Rename the axis, or write the plan with chain."
+                f"{quote(unknown)}. Rename the axis, or write the plan with chain."
             )
         if rules is None and self.tensor_parallel_size > 1:
             raise ValueError(

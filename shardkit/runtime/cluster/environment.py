@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax import backends
 from shardkit.runtime.cluster.config import DistributedConfig
 
@@ -133,7 +133,7 @@ def _refuse_partial(environ: Mapping[str, str]) -> None:
         if _read_number(size_name, size) > 1:
             raise ValueError(
                 f"initialize: {launcher} must set all variables that jax reads; {size_name} is {size}, and "
-                f"{quoted(missing)} is missing. {hint}, or {_REMEDY}."
+                f"{quote(missing)} is missing. {hint}, or {_REMEDY}."
             )
 
 

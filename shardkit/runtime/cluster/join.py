@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from shardkit._arguments.checks import at_least, at_least_zero, quoted
+from shardkit._arguments.checks import at_least, at_least_zero, quote
 from shardkit._arguments.typed import typed
 from shardkit._jax import backends
 from shardkit.runtime.channel import client
@@ -322,7 +322,7 @@ def _check_certificates(*files: str | os.PathLike[str] | None) -> dict[str, Any]
         return {}
     if len(paths) < len(names):
         raise ValueError(
-            f"initialize: {quoted(names)} must be passed together; got {quoted(list(paths))}. Pass all three."
+            f"initialize: {quote(names)} must be passed together; got {quote(list(paths))}. Pass all three."
         )
     for name, file in paths.items():
         if not os.path.isfile(file):

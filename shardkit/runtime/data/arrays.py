@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._arguments.checks import mesh_in_context, named
+from shardkit._arguments.checks import mesh_in_context, name_axes
 from shardkit._arguments.typed import Arrays, DType, Specs, typed
 from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
 from shardkit.runtime.channel.place import name_processes
@@ -100,8 +100,8 @@ def from_process_local(
         name, rows = next(iter(rows_of_leaves.items()), ("", 0))
         if rows % mine:
             raise ValueError(
-                f"from_process_local: a process's rows must divide over its parts of {named(_row_axes(spec))}; leaf "
-                f"{name} has {rows} rows for {mine} of {pieces} parts. Pass another number of rows, or pad with "
+                f"from_process_local: a process's rows must divide over its parts of {name_axes(_row_axes(spec))}; "
+                f"leaf {name} has {rows} rows for {mine} of {pieces} parts. Pass another number of rows, or pad with "
                 "examples of weight 0."
             )
         # 6 rows of a process that has 2 of 8 parts: 3 rows a part, 24 in all.
@@ -215,8 +215,8 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
         if count > 1:
             devices += f" of {count} processes"
         raise ValueError(
-            f"local_rows: the batch must be divisible by {named(axes)}; got {batch} rows over {devices}. Pass another "
-            "batch, or pad with examples of weight 0."
+            f"local_rows: the batch must be divisible by {name_axes(axes)}; got {batch} rows over {devices}. Pass "
+            "another batch, or pad with examples of weight 0."
         )
     # By the layout of a vector of the rows, which has the devices of the batch along its first dim alone. With tokens
     # split over another axis several devices have the same rows.

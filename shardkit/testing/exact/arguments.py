@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.numbers.field import Field
@@ -59,7 +59,7 @@ def check_floats(where: str, shapes: Any) -> None:
         dtypes = sorted({str(x.dtype) for x in leaves})
         raise UnprovableError(
             f"{where}: at least one input must be an array of floats, for which the proof holds; got "
-            f"{quoted(dtypes) or 'none'}. Compare integers with assert_matches_reference."
+            f"{quote(dtypes) or 'none'}. Compare integers with assert_matches_reference."
         )
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.testing.exact.first_value import FirstValue, FirstValueOfCompiled, describe_factor
 from shardkit.testing.exact.forms import list_ratios, multiply_residues, take_residues
 from shardkit.testing.exact.known_values import KnownValues
@@ -202,7 +202,7 @@ def _describe_rows(rows: Sequence[int], size: int, dim: int, axes: Mapping[str, 
     devices = sorted({row * count // size for row in rows})
     if len(devices) == count:
         return ""
-    return f"where {quoted(axes)} is {_list_numbers(devices)}"
+    return f"where {quote(axes)} is {_list_numbers(devices)}"
 
 
 def _list_numbers(numbers: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.numbers.assembly import where
@@ -83,11 +83,11 @@ def _repair_reduction(bench: Bench, bound: tuple[str, ...], operator: str) -> It
     name = bench.call.name
     for names in list_subsets(bench.axes):
         if set(names) != set(bound):
-            words = f"{name} over {quoted(names)} in place of {quoted(bound)}"
+            words = f"{name} over {quote(names)} in place of {quote(bound)}"
             yield change_operands(Cost.COLLECTIVE, words, _reduce_operand, bench, names, operator)
     for other in _REDUCTIONS:
         if other != operator:
-            words = f"the {other} over {quoted(bound)} in place of {name}"
+            words = f"the {other} over {quote(bound)} in place of {name}"
             yield change_operands(Cost.SUM, words, _reduce_operand, bench, bound, other)
 
 
@@ -95,7 +95,7 @@ def _repair_order_of_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repa
     """An all_gather over the same axes in another order, major to minor."""
     for names in itertools.permutations(bound):
         if names != bound:
-            words = f"{bench.call.name} over {quoted(names)} in place of {quoted(bound)}"
+            words = f"{bench.call.name} over {quote(names)} in place of {quote(bound)}"
             yield change_operands(Cost.COLLECTIVE, words, _gather_operand, bench, names)
 
 
@@ -110,7 +110,7 @@ def _repair_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
     for names in list_subsets(bench.axes):
         count = math.prod(bench.axes[name] for name in names)
         if count == devices and set(names) != set(bound):
-            words = f"{call.name} over {quoted(names)} in place of {quoted(bound)}"
+            words = f"{call.name} over {quote(names)} in place of {quote(bound)}"
             yield change_operands(Cost.COLLECTIVE, words, _rerun_over, bench, key, names)
 
 
@@ -200,7 +200,7 @@ def repair_broadcast(bench: Bench) -> Iterator[Repair]:
     [dim] = added
     for axis in bench.varying_axes(x):
         if bench.axes[axis] == shape[dim]:
-            words = f"all_gather over {quoted((axis,))} in place of copies"
+            words = f"all_gather over {quote((axis,))} in place of copies"
             yield change_operands(Cost.SUM, words, _gather_copies, bench, axis, dim)
 
 
@@ -248,7 +248,7 @@ def repair_rows(bench: Bench) -> Iterator[Repair]:
         joined = {*contracted[number], *batched[number]}
         rows = [dim for dim in range(len(bench.shape(x))) if dim not in joined]
         for names in list_subsets(bench.varying_axes(x)):
-            words = f"an operand of {bench.call.name} that is gathered over {quoted(names)}"
+            words = f"an operand of {bench.call.name} that is gathered over {quote(names)}"
             for dim in rows:
                 yield Repair(Cost.OPERAND, words, Gathering(bench, number, names, dim))
 
@@ -273,7 +273,7 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
 def _repair_missing_reduction(bench: Bench, names: Sequence[str]) -> Iterator[Repair]:
     """The sum and the mean over some axes, or the extreme behind an equation that takes one."""
     name = bench.call.name
-    ending = f"of {name} over {quoted(names)}"
+    ending = f"of {name} over {quote(names)}"
     operator = _EXTREMES.get(name)
     if operator is not None:
         yield change_result(Cost.SUM, f"the {operator} {ending}", bench.reduce, names, operator, exchange="sum")
@@ -445,7 +445,7 @@ def _repair_numbers(bench: Bench) -> Iterator[Repair]:
             continue
         for others, other in numbers.items():
             if others != names:
-                words = f"the number of a device along {quoted(others)} in place of {quoted(names)}"
+                words = f"the number of a device along {quote(others)} in place of {quote(names)}"
                 yield change_result(Cost.INDEX, words, _take_layout, other)
 
 

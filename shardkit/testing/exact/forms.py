@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import highest_residues
@@ -89,7 +89,7 @@ def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tu
             continue
         # The last axis first, in words too.
         summed = [name for name, part in reversed(list(zip(axes, choice, strict=True))) if part == "sum"]
-        yield form, f" summed over {quoted(summed)}" if summed else ""
+        yield form, f" summed over {quote(summed)}" if summed else ""
 
 
 def _put_all_together(residues: np.ndarray, choice: Sequence[Any]) -> np.ndarray | None:

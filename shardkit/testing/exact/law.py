@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.dependence import without_unused
 from shardkit._jax.jaxprs import walk
 from shardkit.meshes.layout import path_name
@@ -103,7 +103,7 @@ def _prove(program: Program, training: Training) -> Evidence:
     missing = metrics.keys() - traced.step.out_info[1].keys()
     if missing:
         raise UnequalError(
-            f"the metrics must be those of one device; the mesh returns no {quoted(sorted(missing))}. Return the "
+            f"the metrics must be those of one device; the mesh returns no {quote(sorted(missing))}. Return the "
             "same means from the loss and from the reference."
         )
     on_mesh = partial(_run_on_mesh, program, traced, calls, list(metrics))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.repairs import (
@@ -196,7 +196,7 @@ def _repair_running(bench: Bench) -> Iterator[Repair]:
 def _repair_dynamic_slice(bench: Bench) -> Iterator[Repair]:
     """A device's slice of a sum, where it was taken of this device's term: a sum is missing in front of it."""
     for names in list_subsets(bench.varying_axes(bench.call.operands[0])):
-        words = f"dynamic_slice of the sum over {quoted(names)}"
+        words = f"dynamic_slice of the sum over {quote(names)}"
         yield change_operands(Cost.SLICE_OF_SUM, words, _sum_first, bench, names)
 
 

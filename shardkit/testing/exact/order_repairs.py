@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit._jax.primitives import registered
 from shardkit.testing.exact.repairs import Bench, Cost, EquationChange, FunctionChange, Repair, Values, replace_item
@@ -66,7 +66,7 @@ def _repair_reduction(bench: Bench, reduction: _Reduction, definitions: Mapping[
     if function is None or function.primitive.name not in _FUNCTIONS:
         return
     noun = "means" if reduction.mean else f"{reduction.operator}s"
-    words = f"{function.primitive.name} of {noun} over {quoted(reduction.names)}"
+    words = f"{function.primitive.name} of {noun} over {quote(reduction.names)}"
     yield Repair(Cost.SUM, words, _reduce_first(bench, function, reduction))
 
 
@@ -86,7 +86,7 @@ def _repair_function_of_reductions(bench: Bench, definitions: Mapping[Any, Any])
     # is.
     first = next(iter(reductions.values()))
     noun = "mean" if first.mean else first.operator
-    words = f"the {noun} over {quoted(first.names)} of {bench.call.name} of what devices have"
+    words = f"the {noun} over {quote(first.names)} of {bench.call.name} of what devices have"
     yield Repair(Cost.SUM, words, _reduce_last(bench, reductions))
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit.testing.exact.changed_run import ChangedRun, Previews, find_goal, find_goal_of_devices
 from shardkit.testing.exact.exchange_repairs import Travel
@@ -320,7 +320,7 @@ class Search:
             if not stays:
                 continue
             for names, pairs in self._list_routes(calls[0], bench.varying_axes(x)):
-                words = f"an operand of {calls[0].name} that travels along {quoted(names)} in each round"
+                words = f"an operand of {calls[0].name} that travels along {quote(names)} in each round"
                 # The first round reads it where it is, or when it has arrived at the next device.
                 for steps, exchange in ((0, "travel"), (1, "arrival")):
                     travel = Travel(bench, number, names, pairs, steps)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.checks import at_least, quoted
+from shardkit._arguments.checks import at_least, quote
 from shardkit._arguments.typed import typed
 from shardkit.testing.exact.arguments import describe_array
 
@@ -116,7 +116,7 @@ def _summarize(shrunk: Mapping[int, int], kept: list[int]) -> str:
     parts = [f"of {n} are {less}" for n, less in shrunk.items()]
     sentence = f"small: dims {', '.join(parts)}"
     if kept:
-        sentence += f"; {quoted(kept)} stayed"
+        sentence += f"; {quote(kept)} stayed"
     return sentence
 
 

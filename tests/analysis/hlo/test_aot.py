@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit._arguments.checks import quoted
+from shardkit._arguments.checks import quote
 from shardkit.analysis.hlo import aot, topology
 from shardkit.analysis.hlo.report import report_of
 from shardkit.models import transformer
@@ -77,7 +77,7 @@ def test_topologies_are_read():
 @pytest.mark.parametrize(
     "message, text",
     {
-        f"aot: unknown chip 'v9' in topology 'v9:2x2'; known are {quoted(sk.cost.chips)}. Pass for example "
+        f"aot: unknown chip 'v9' in topology 'v9:2x2'; known are {quote(sk.cost.chips)}. Pass for example "
         "'v5p:8x8x8' or 'h100:1x1x8'.": "v9:2x2",
         "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.": "v5e",
         "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'.": "v5p:0x4x4",
