@@ -63,7 +63,7 @@ from shardkit.pipelines.split_backward import TwoHalves
 from shardkit.schedules import Schedule
 from shardkit.schedules.action import device_of
 from shardkit.schedules.stages import Stages
-from shardkit.schedules.table import ENDS, FIELDS, Move, Segment, Table
+from shardkit.schedules.table import ENDS, FIELDS, RingMove, Segment, Table
 
 Mode = Literal["masked", "branch"]
 
@@ -74,7 +74,7 @@ def build_grad_fn(
     """The GradFn of a model in pieces."""
     check_trained(trained)
     model.check()
-    run = PipelineRun(model, schedule, stages, mode, recompute)
+    run = StagedRun(model, schedule, stages, mode, recompute)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         # Leaves that are opened just before the loss; `_reduce_opened` takes their gradients back to the parts.
@@ -114,7 +114,7 @@ def build_loss(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mod
     """The loss of a model in pieces, by the forward actions of the schedule."""
     model.check()
     forward = schedule.forward()
-    run = PipelineRun(model, forward, stages, mode, train=False)
+    run = StagedRun(model, forward, stages, mode, train=False)
 
     # The step has opened the leaves that are opened before the loss.
     def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
@@ -155,7 +155,7 @@ class _Pipe(NamedTuple):
     is_spread: bool  # whether all devices run embedding and head together, each with its part of the shared leaves
 
 
-class PipelineRun(NamedTuple):
+class StagedRun(NamedTuple):
     """A model in pieces, and how it is run."""
 
     model: StagedModel  # the pieces
@@ -457,7 +457,7 @@ class TableRunner(NamedTuple):
             state = state._replace(**{move.buffer: write_slot(buffers, slot, leaves)})  # type: ignore[arg-type]
         return state
 
-    def _send(self, leaves: list[jax.Array], move: Move) -> list[jax.Array]:
+    def _send(self, leaves: list[jax.Array], move: RingMove) -> list[jax.Array]:
         """Moves the results of a tick to a neighbor, or keeps them; returns what this device receives."""
         if not move.shift or self.axis is None:
             return leaves

@@ -13,7 +13,7 @@ from shardkit.schedules.grid import Grid
 from shardkit.schedules.slots import Lives, Slots, assign_slots, find_lives
 
 
-class Move(NamedTuple):
+class RingMove(NamedTuple):
     """A kind of value that a device may receive at the end of a tick.
 
     Attributes:
@@ -28,12 +28,12 @@ class Move(NamedTuple):
 
 
 MOVES = (
-    Move("input_from_left", "inputs", 1),
-    Move("input_from_right", "inputs", -1),
-    Move("input_from_self", "inputs", 0),
-    Move("cotangent_from_left", "cotangents", 1),
-    Move("cotangent_from_right", "cotangents", -1),
-    Move("cotangent_from_self", "cotangents", 0),
+    RingMove("input_from_left", "inputs", 1),
+    RingMove("input_from_right", "inputs", -1),
+    RingMove("input_from_self", "inputs", 0),
+    RingMove("cotangent_from_left", "cotangents", 1),
+    RingMove("cotangent_from_right", "cotangents", -1),
+    RingMove("cotangent_from_self", "cotangents", 0),
 )
 FIELDS = (
     "forward_on",
@@ -75,7 +75,7 @@ class Segment(NamedTuple):
     ops: str
     begin: int
     ticks: int
-    moves: tuple[Move, ...]
+    moves: tuple[RingMove, ...]
 
 
 class Table(NamedTuple):

@@ -38,10 +38,19 @@ class Evaluated:
 
 
 def evaluated(
-    root: Node, points: Sequence[np.ndarray], split: Sequence[bool], devices: int, dtype: Any = np.float64
+    root: Node,
+    points: Sequence[np.ndarray],
+    split: Sequence[bool],
+    devices: int,
+    dtype: Any = np.float64,
+    *,
+    infinite: bool = True,
 ) -> Evaluated:
-    """The values of a program at points, a row of each global input; `split` says which are split over the devices."""
-    evaluation = Evaluation(devices, len(points[0]), dtype)
+    """The values of a program at points, a row of each global input; `split` says which are split over the devices.
+
+    `infinite` says whether constants such as -1e30 stand for infinity, or are numbers.
+    """
+    evaluation = Evaluation(devices, len(points[0]), dtype, infinite)
     inputs = [evaluation.dealt(x, each) for x, each in zip(points, split, strict=True)]
     values: dict[int, np.ndarray] = {}
     with np.errstate(all="ignore"):
@@ -70,8 +79,8 @@ class Evaluation:
         undefined: likewise.
     """
 
-    def __init__(self, devices: int, points: int, dtype: Any):
-        self.devices, self.dtype = devices, dtype
+    def __init__(self, devices: int, points: int, dtype: Any, infinite: bool = True):
+        self.devices, self.dtype, self.infinite = devices, dtype, infinite
         self.unclear, self.unordered = np.zeros(points, bool), np.zeros(points, bool)
         self.summed = np.zeros(points, dtype)
         self.undefined = np.zeros(points, bool)
@@ -144,7 +153,9 @@ class Evaluation:
     def _constant(self, node: Node) -> np.ndarray:
         value = node.params[0]
         if node.kind == "f":
-            value = np.where(np.abs(value) >= INFINITE, np.sign(value) * np.inf, value).astype(self.dtype)
+            if self.infinite:
+                value = np.where(np.abs(value) >= INFINITE, np.sign(value) * np.inf, value)
+            value = np.asarray(value).astype(self.dtype)
         return value[None, None]
 
     def _where(self, node: Node, mask: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -412,6 +412,27 @@ def test_a_comparison_that_no_result_shows_is_not_decided(name):
         sk.testing.assert_equal_for_all_inputs(*sides, grad=False, **settings)
 
 
+# The square of log(1 + log(exp(x**2))) is 0 where x is, and was a positive number there: the logarithm of a number that
+# was a logarithm is 1 modulo the primes for which it has a meaning, and not modulo the highest.
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_tie_behind_nested_logarithms_is_one(depth):
+    def nest(x):
+        x = x * x
+        for _ in range(depth):
+            x = jnp.log(1 + jnp.log(jnp.exp(x)))
+        return x
+
+    def kernel(x):
+        return jnp.argmax(jnp.where(nest(x) ** 2 > 0, nest(x), 7), 0).astype(jnp.float32)
+
+    args = (np.ones((4, 3), np.float32),)
+    settings = {"mesh": sk.abstract_mesh(d=2), "in_specs": P(None), "out_specs": P(None), "args": args}
+    with pytest.raises(AssertionError, match="where some inputs are equal"):
+        sk.testing.assert_equal_for_all_inputs(
+            kernel, lambda x: jnp.argmax(nest(x), 0).astype(jnp.float32), grad=False, **settings
+        )
+
+
 # Both branches are the same: the comparison decides nothing, and nothing is hidden.
 def test_a_comparison_that_decides_nothing_is_proved():
     def kernel(x):

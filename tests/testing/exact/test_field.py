@@ -318,6 +318,16 @@ def test_the_square_of_a_root_is_what_it_is_of():
     assert not find_equal(field, multiply(field, root, square_root(field, negate(field, x))), x).any()
 
 
+# A comparison with zero missed the tie: the square of such a logarithm was a positive number for x = 0.
+def test_the_logarithm_of_a_one_that_was_computed_from_a_logarithm_is_zero():
+    field = Field(Settings(2, 7))
+    is_zero = np.array([[True, False, False], [False, True, False]])
+    x = where(is_zero, field.lift(np.zeros((2, 3), np.float32)), X)
+    for _ in range(3):
+        x = log(field, add(field, log(field, exp(field, x)), field.lift(np.ones((1, 1), np.float32))))
+        assert (field.is_zero(multiply(field, x, x)) == is_zero).all() and field.notes.logs
+
+
 def test_the_primes_that_exps_use_up():
     field = Field(Settings(2, 7))
     once, twice = exp(field, X), exp(field, exp(field, X))

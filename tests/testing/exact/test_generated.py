@@ -21,20 +21,16 @@ PROGRAMS = 120
 
 
 # Of the wrong pairs of a part at most so many are proved: those that differ for a few inputs in a hundred, behind
-# several comparisons, or only where inputs are equal, which a certificate says. It was one in 200 of seeds 0 to 1999.
-MOST_FALSE = 3
-# And of the right pairs so many may differ by numpy, whose exps of exps overflow: one of 10,000 did (seed 16994).
-MOST_BROKEN = 1
+# several comparisons, or only where inputs are equal, which a certificate says. Of 27,000 pairs it was two.
+MOST_FALSE = 1
 
 
-def assert_few_false_proofs(seeds, most, most_broken=0):
+def assert_few_false_proofs(seeds, most):
     tally = tallied(seeds)
     false = []
     if len(tally.false) > most:
         false = [f"proved, and differs ({kind}): {pair}" for kind, pair in tally.false[:TOLD]]
-    broken = []
-    if len(tally.broken) > most_broken:
-        broken = [f"right by construction, and differs: {pair}" for pair in tally.broken[:TOLD]]
+    broken = [f"right by construction, and differs: {pair}" for pair in tally.broken[:TOLD]]
     assert not false + broken, "\n".join([*false, *broken, str(tally)])
     crashed = {cause: seeds for cause, seeds in tally.refusals.items() if cause.startswith("crashed")}
     assert not crashed
@@ -58,12 +54,13 @@ def test_a_pair_that_overflows_is_refuted(seed):
 # sum and rounding hide, the logarithm of zero; a tie, a comparison of random numbers, a count beside a negative number,
 # and a logarithm that is outside of its domain in some element of every input; a comparison of one side that no result
 # shows in any draw, one whose inputs must be put next to the number that it is compared with, and a tie that no result
-# shows; a threshold of what is a constant in the first draws, and a tie of elements that a mask of zeros hides.
+# shows; a threshold of what is a constant in the first draws, and a tie of elements that a mask of zeros hides; a tie
+# of nested logarithms, and eight comparisons at once, which floats of a compiler that drops NaN from a minimum hid.
 @pytest.mark.parametrize(
     "seed",
     [
         *(12620, 16213, 17072, 17334, 17409, 1217, 692, 14060, 20954),
-        *(40209, 41231, 41443, 71306, 200696, 203293, 406787, 206924),
+        *(40209, 41231, 41443, 71306, 200696, 203293, 406787, 206924, 4011196, 4016703),
     ],
 )
 def test_a_pair_that_was_proved_is_not(seed):
@@ -79,7 +76,7 @@ def test_a_pair_whose_crossings_need_fewer_primes_is_proved(seed):
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(PARTS))
 def test_few_wrong_pairs_of_many_are_proved(part):
-    assert_few_false_proofs(range(part * EACH, (part + 1) * EACH), MOST_FALSE, MOST_BROKEN)
+    assert_few_false_proofs(range(part * EACH, (part + 1) * EACH), MOST_FALSE)
 
 
 # Its own evaluation says what is wrong: it must not have a mistake of its own.

@@ -51,6 +51,15 @@ KNOWN = {
         lambda x: x * np.float32([[0.9125, 0.0125, 0.0125]]),
     ),
     "a difference of constants": (lambda x: x * (one() - 0.1), lambda x: 0.9 * x),
+    # 0.9 / 3 and 0.3 / 1 are other floats, and the largest quotient has to be the one of thirds.
+    "the largest of computed constants": (
+        lambda x: x * jnp.max(0.1 * one() * np.array([[1, 3, 2]], np.float32) / (3 * one())),
+        lambda x: x / 10,
+    ),
+    "the largest of two, and over devices": (
+        lambda x: x * lax.pmax(jnp.maximum((0.9 * one()) ** 3, 0.1 * one()), "data"),
+        lambda x: 0.729 * x,
+    ),
     "powers of constants": (lambda x: x / (1 - (0.9 * one()) ** 3), lambda x: x * (1 / (one() - 0.729))),
     "a quotient by a root of a constant": (lambda x: x / jnp.sqrt(2 * one()), lambda x: x * (1 / jnp.sqrt(2 * one()))),
     "the log of a constant": (lambda x: jnp.log(2 * x) - jnp.log(2 * one()), jnp.log),

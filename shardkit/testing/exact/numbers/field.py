@@ -216,7 +216,10 @@ class Field:
         self.notes.deepest = max(self.notes.deepest, used)
         if used >= self.end_level:
             raise TooDeepError
-        zero = ((x.number == 0) | ~self.valid(x.used)).all(0)
+        if used or self.notes.logs:
+            zero = ((x.number == 0) | ~self.valid(x.used)).all(0)
+        else:  # all components have a meaning
+            zero = (x.number == 0).all(0)
         if x.factor is not None:  # number + log(factor), and log(1) is zero
             zero = zero & (x.factor == 1).all(0)
         return zero & (x.infinite == 0) & (x.poison == 0)

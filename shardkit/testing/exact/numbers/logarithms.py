@@ -85,8 +85,7 @@ def to_number(field: Field, x: Exact) -> Exact:
     """The same array without a factor: its logarithm becomes a number."""
     if x.factor is None:
         return x
-    # log(1) is 0 in every way, and uses up no prime. Any other log(x) is one prime lower than x.
-    is_one = (x.factor == 1).all(0)
+    is_one = _find_ones(field, x.factor, x.factor_used)
     used = np.where(is_one, x.used, np.maximum(x.used, x.factor_used - 1))
     number = x.number
     if not is_one.all():
@@ -100,9 +99,20 @@ def to_number(field: Field, x: Exact) -> Exact:
         logarithm = (p - field.residues.log(inverse, used_of_factor)) % p
         half = (p + np.uint64(1)) // np.uint64(2)
         logarithm = np.where(is_root, logarithm * half % p, logarithm)
-        number = (number + logarithm) % p
+        number = np.where(is_one, number, (number + logarithm) % p)
     facts = build_facts(x.shape, 0, x.infinite, used, poison=x.poison)
     return field.settle(Exact(number, facts, x.real, degree=x.degree.plus(INPUT)))
+
+
+def _find_ones(field: Field, factor: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """bool [...]: which factors are 1: log(1) is 0 in every way, and uses up no prime. Other logarithms are one lower.
+
+    A factor that was computed from a logarithm, as 1 + log(x) of x = 1, is 1 modulo the primes for which it has a
+    meaning, and not modulo the highest.
+    """
+    is_one = ((factor == 1) | ~field.valid(used)).all(0)
+    # Behind more exps than there are primes none has a meaning: then it is not known to be 1.
+    return is_one & (used < field.end_level)
 
 
 def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

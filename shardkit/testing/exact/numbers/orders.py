@@ -204,9 +204,12 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
         y = take_exp(field, _take_huge_for_numbers(y))
     x = to_number(field, x)
     y = to_number(field, y)
-    # A component is compared where it has a meaning on both sides.
-    valid = field.valid(np.maximum(x.used, y.used))
-    equal = ((x.number == y.number) | ~valid).all(0)
+    equal = x.number == y.number
+    used = np.maximum(x.used, y.used)
+    if field.notes.logs or used.any():
+        # A component is compared where it has a meaning on both sides.
+        equal = equal | ~field.valid(used)
+    equal = equal.all(0)
     if x.special or y.special:
         is_infinite = x.is_truly_infinite | y.is_truly_infinite
         equal = np.where(is_infinite, x.infinite == y.infinite, equal)

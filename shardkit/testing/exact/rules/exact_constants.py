@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardkit._jax.primitives import registered
+from shardkit.testing.exact.numbers.assembly import join_parts
 from shardkit.testing.exact.numbers.computed import are_numbers, are_whole
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
@@ -50,6 +51,8 @@ _FUNCTIONS = {"exp", "expm1", "log", "log1p", "sqrt", "rsqrt"}
 # What moves constants that were computed, beside collectives.
 _MOVES = {*MOVES_OF_ONE, *MOVED_OPERANDS, "concatenate", "stack", "convert_element_type", "copy", "sort"}
 _EXTREMES = ("maximum", "minimum")
+# What chooses one of several constants, on one device.
+_CHOICES = {"max", "min", "reduce_max", "reduce_min", "cummax", "cummin"}
 _LARGEST_POWER = 1024
 
 
@@ -81,7 +84,12 @@ def _needs_note(field: Field, equation: Any, operands: Sequence[Known], result: 
         return _may_be_rounded(equation, operands, result, follows_computed)
     if name in _FUNCTIONS and field.choices.exact_functions:
         return _may_be_rounded(equation, operands, result, follows_computed)
-    return name in _MOVES and follows_computed
+    return follows_computed and (name in _MOVES or _is_extreme(name))
+
+
+def _is_extreme(name: str) -> bool:
+    """Whether a primitive gives the largest or the smallest of some constants, on one device or over devices."""
+    return name in _CHOICES or registered(name).reduces in _EXTREMES
 
 
 def _is_arithmetic(name: str) -> bool:
@@ -113,6 +121,8 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     """What an equation computes of constants, in the field."""
     field = scope.field
     name = equation.primitive.name
+    if _is_extreme(name):
+        return _take_extremes(field, operands, result)
     lifted: list[Operand] = []
     for number, x in enumerate(operands):
         is_exponent = name == "pow" and number == 1
@@ -137,6 +147,25 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     if name in _FUNCTIONS:
         degree = degree.plus(INPUT)  # exp has a random base, and a root is drawn
     return replace(exact, facts=facts, real=real, degree=degree)
+
+
+def _take_extremes(field: Field, operands: Sequence[Known], result: Known) -> Exact:
+    """The exact values of the operands' elements that are the largest or the smallest ones in floats.
+
+    Worked example: the maximum 0.6666667 of [0.33333334, 0.6666667], which are 1 / 3 and 2 / 3, is 2 / 3.
+    """
+    values = np.concatenate([x.reshape(-1) for x in operands])
+    order = np.argsort(values, kind="stable")
+    places = np.minimum(np.searchsorted(values[order], result.reshape(-1)), len(values) - 1)
+    chosen = order[places]
+    if not (values[chosen] == result.reshape(-1)).all():  # as of NaN
+        return field.lift_as_stored(result)
+
+    def take(parts: list[np.ndarray]) -> np.ndarray:
+        flat = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        return flat[:, chosen].reshape(len(flat), *result.shape)
+
+    return join_parts([field.lift(x) for x in operands], take, is_power=False)
 
 
 def move_constant(field: Field, x: Operand, result: Operand, move: Callable[[Exact], Exact]) -> None:
