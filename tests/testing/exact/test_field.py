@@ -326,6 +326,14 @@ def test_the_logarithm_of_a_one_that_was_computed_from_a_logarithm_is_zero():
     for _ in range(3):
         x = log(field, add(field, log(field, exp(field, x)), field.lift(np.ones((1, 1), np.float32))))
         assert (field.is_zero(multiply(field, x, x)) == is_zero).all() and field.notes.logs
+    # a log(x y) - a log(x) - a log(y) + 1 is 1, but modulo the highest prime.
+    field = Field(Settings(2, 7, kind="positive"))
+    a, x, y = (draw_input(field, name, (2, 3)) for name in ("a", "x", "y"))
+    total = field.lift(np.ones((1, 1), np.float32))
+    for sign, z in ((1, multiply(field, x, y)), (-1, x), (-1, y)):
+        term = multiply(field, a, log(field, z))
+        total = add(field, total, term if sign > 0 else negate(field, term))
+    assert not (total.number == 1).all() and field.is_zero(to_number(field, log(field, total))).all()
 
 
 def test_the_primes_that_exps_use_up():
