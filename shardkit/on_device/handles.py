@@ -33,7 +33,9 @@ _FIELDS = ["gathers", "scatters", "compute", "reduce", "opened_before_loss", "or
 class Handle:
     """A lazy leaf. `gathered` opens it; computing with it is a TypeError."""
 
-    part: Any  # this device's part, in the dtype of the master copy; differentiated in place of the leaf
+    # this device's part, which is differentiated in place of the leaf: in the dtype of the master copy, or in that of
+    # sums of gradients where `whole` has the value
+    part: Any
     whole: Any  # the whole weight where every device has it (zero2), else None; it has no gradient
     # the cuts that opening gathers. Dims are counted from the end, so that they stay right when `scan` takes the
     # layer's dim off the front.

@@ -5,6 +5,9 @@ gathered and when its gradient is scattered ("step", "layer", "microbatch", "upd
 `plans/splits.py`, with what makes a leaf `lazy` or `automatic`, and with its four layouts: at `rest` in the state, as
 `seen` by the loss, as its `grad` leaves the loss, and in the `update`, which optimizer states share.
 
+A leaf may be stored as a `Padded` (`plans/storage.py`): with zeros at the end of dims, or with layers in the order of
+pipeline stages. `stored_array` takes it out, and `wrap_stored` puts it back.
+
 Worked example: a leaf w[8, 6] under `dp("data")` of 2 and `fsdp("fsdp")` of 4, which split the batch, in bfloat16.
 
     state    w[2, 6] float32, rows over "fsdp"; the same along "data"
@@ -76,7 +79,8 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
     # Then the leaf is marked as varying over the axes of the batch, and over those where its strategies say that the
     # data differ. An unmarked leaf is the same on all devices to jax's types, and so must be its gradient: jax would
     # sum it at each use of the leaf, in each microbatch, before `leave` can choose when, in which dtype and by which
-    # algorithm. The mark sends nothing, and since the gradient is taken of the marked leaf, it stays this device's sum.
+    # algorithm. The mark sends nothing, and since the gradient is with respect to the marked leaf, it stays this
+    # device's sum.
     data_axes = (*itertools.chain(*spec_axes(placement.batch)), *layout.varies)
     x = stored_array(x)
     if layout.lazy:
@@ -87,14 +91,14 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
 
 
 def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
-    """The Handle of a lazy leaf, which the loss opens.
+    """The Handle of a lazy leaf, which the loss opens, or the GradFn just before it (`opened_before_loss`).
 
     Where the loss gathers the leaf by layer (`fsdp(layerwise=...)`), the handle has this device's part alone: it is
     what is gathered, and what is differentiated. Where the loss needs the whole weight now and its gradient is
     scattered early (zero2), the value and its gradient have two shapes: `whole` is the value, and `part` is there so
-    that a gradient of its shape exists, which is the scattered one. Nobody reads the numbers of that `part`. A leaf may
-    be both, with `fsdp` by layer over one axis and zero2 over another: then `whole` is whole over the second axis
-    alone, and the layer gathers it over the first.
+    that a gradient of its shape exists, which is the scattered one: opening is a custom_vjp from `part` to `whole`.
+    Nobody reads the numbers of that `part`. A leaf may be both, with `fsdp` by layer over one axis and zero2 over
+    another: then `whole` is whole over the second axis alone, and the layer gathers it over the first.
     """
     gathered_by_layer = layout.cuts(gather=("layer",))
     # `cuts` gives the cuts that meet both conditions: gathered at one of these times and scattered at one of those.
@@ -170,6 +174,7 @@ def leave(
         for number, layout in enumerate(layouts):
             partial_sums[number] = _scatter(partial_sums[number], layout, policy.reduce)
         partial_sums = _sum_by_algorithms(partial_sums, layouts, policy.reduce)
+        # Where no reduction has feedback after all, as over an axis of one device.
         partial_sums = [add_residual(gradient) for gradient in partial_sums]
         update_grads = []
         for layout, gradient in zip(layouts, partial_sums, strict=True):
@@ -213,7 +218,7 @@ class _AlikeSums(NamedTuple):
 
     axes: tuple[str, ...]
     algorithm: Algorithm
-    unreduced: frozenset[str]
+    varying: frozenset[str]  # the axes of the leaves' types: of partial sums, and those over which leaves are split
 
 
 def _sum_by_algorithms(
@@ -222,11 +227,11 @@ def _sum_by_algorithms(
     """The gradients after the sums for which a strategy has an algorithm of its own."""
     leaves_by_call: dict[_AlikeSums, list[int]] = {}
     for number, layout in enumerate(layouts):
-        unreduced = varying_axes(gradients[number].grad)
+        varying = varying_axes(gradients[number].grad)
         for axes, algorithm in layout.sums:
-            axes = tuple(axis for axis in axes if axis in unreduced)
+            axes = tuple(axis for axis in axes if axis in varying)
             if axes:
-                leaves_by_call.setdefault(_AlikeSums(axes, algorithm, unreduced), []).append(number)
+                leaves_by_call.setdefault(_AlikeSums(axes, algorithm, varying), []).append(number)
     # Sums with feedback come last: a residual is stored as this device's gradient is before the first of them, and is
     # added there. Added earlier, it would be summed over the axes of the other sums, once for each of their devices.
     without_feedback = [call for call in leaves_by_call if not call.algorithm.feedback]
@@ -246,7 +251,7 @@ def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Arr
     if not axes:
         return grad
     grad = grad.astype(dtype)
-    # Where XLA's partitioner splits dims of the leaf too (`manual=`), each device sums its part of the gradient alone.
+    # Where XLA's partitioner splits dims of the leaf too (`manual=`), each device sums only its own part.
     automatic_split = split_dims(layout.automatic)
     if automatic_split:
         return in_automatic_parts(partial(all_reduce, axis=axes), grad, automatic_split)
@@ -263,7 +268,7 @@ def to_rest(params: Any, placement: Placement) -> Any:
     # Where the update is split further than the parameters (zero1, zero2), the new parameters are gathered here, after
     # the optimizer, and not where the next step uses them: the state then holds what its plan says, and a step that
     # ends a run leaves whole parameters. The gather's result is typed as the same on all devices. A plain all_gather's
-    # would vary, and shard_map would refuse it as replicated, or the partitioner gather what it does not trust.
+    # would vary: shard_map would refuse it where out_specs say that it is replicated.
     def gather_update(layout: LeafLayout, x: Any) -> Any:
         cuts_at_rest = layout.cuts(gather=("never", "layer", "step"))  # all but those of the update alone
         padded_at_rest = layout.padding(cuts_at_rest)

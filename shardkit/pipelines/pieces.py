@@ -148,7 +148,9 @@ class Pieces:
             out = self._eval_stage(activations)
             self._check_kinds(activations, out)
             widened = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), activations, out)
-            if jax.tree.map(varying_axes, widened) == jax.tree.map(varying_axes, activations):
+            if list(map(varying_axes, jax.tree.leaves(widened))) == list(
+                map(varying_axes, jax.tree.leaves(activations))
+            ):
                 return widened
             activations = widened
 

@@ -27,7 +27,7 @@ W.
 
 Embedding and head are "spread" where the plan of their leaves lays them out over the pipe axis: then all devices run
 them together, each with its part, and not the first and the last stage alone. The table's `ends` say in which ticks. If
-these are not all ticks of a segment, a branch leaves the end out, which all devices take in the same ticks. A buffer is
+these are not all ticks of a segment, the end stands in a branch, which all devices take in the same ticks. A buffer is
 "crowded" where in some tick a device has no free slot in it: an arrival that the device does not need is then dropped.
 """
 
@@ -150,7 +150,7 @@ class _Pipe(NamedTuple):
     """The pipe axis, as a device sees it."""
 
     names: tuple[str, ...]  # the mesh axes that it is made of
-    live: tuple[str, ...]  # the same; () where it has one device, and nothing is sent
+    live: tuple[str, ...]  # those of several devices, or over which an array varies; () where nothing is sent
     device: jax.Array  # the place of this device along it
     is_spread: bool  # whether all devices run embedding and head together, each with its part of the shared leaves
 
@@ -193,7 +193,9 @@ class StagedRun(NamedTuple):
         """The stack of layers and the shared leaves, marked as varying over the pipe.
 
         So their gradients stay sums of this device, which the step reduces once after the last tick: jax would reduce
-        that of an unmarked leaf in every tick. A spread leaf is a part already, and its gradient is this device's own.
+        that of an unmarked leaf in every tick. Where embedding and head are spread, no shared leaf is marked: a spread
+        leaf is a part already, and embedding and head have to return the same on all devices, which they would not do
+        by their types if they read a marked leaf.
         """
         shared = unseal_handles(dict(params))
         layers = vary(shared.pop(self.stages.stack), pipe.live)
@@ -270,7 +272,11 @@ class StagedRun(NamedTuple):
             )
 
     def _check_collectives(self, pieces: Pieces, pipe: _Pipe) -> None:
-        """Refuses collectives of the pieces that would wait for devices that do something else."""
+        """Refuses collectives of the pieces that would wait for devices that do something else, or mix microbatches.
+
+        In a branch the other devices do something else. Masked, all devices meet, each with another microbatch.
+        Branches beside spread ends are refused before.
+        """
         if self.mode == "branch":
             if self.train:
                 traced = [pieces.embed, pieces.forward, pieces.backward, pieces.embed_backward, pieces.head_backward]
@@ -392,6 +398,8 @@ class TableRunner(NamedTuple):
     def _find_shares(self, segment: Segment, length: int, times: int) -> dict[str, RunShare]:
         """Which pieces all devices run together in ticks of a segment, and in how many of its ticks.
 
+        Readers of the program, as a census, cannot see how often a branch is taken: they are told.
+
         The segment is in a round of `length` ticks, which runs `times` times.
         """
         if self.ops.find_common is None:
@@ -420,7 +428,7 @@ class TableRunner(NamedTuple):
 
         results: dict[str, list[jax.Array]] = {}  # what can be sent, by the buffer of the device that receives it
         if "F" in segment.ops:
-            # The backward pass starts after the forward pass: their temporary memory would add up.
+            # The backward pass starts after the forward pass: otherwise their temporary memory would add up.
             state, results["inputs"] = _compute_before_the_rest(self.ops.forward(state, tick_row))
         if "B" in segment.ops or "I" in segment.ops:
             state, results["cotangents"] = self._run_backward(segment, state, tick_row)

@@ -55,7 +55,9 @@ def gathered(
     every plan.
 
     Args:
-        layer_fn: any function. It gets the gathered weight in place of every handle in its arguments.
+        layer_fn: any function of the weights. It gets the gathered weight in place of every handle in its arguments:
+            a module that holds its weights, as `gathered(block)(x)`, is no argument. Write
+            `gathered(lambda block, x: block(x))(block, x)`.
         keep: save the gathered weights for the backward pass, instead of gathering them again. You send one all_gather
             less, and hold the weights of all layers in memory.
         remat: the values to save for the backward pass, as for `scan_layers`. None is "dots" if weights are gathered
@@ -69,8 +71,8 @@ def gathered(
         ValueError: an unknown policy, or one that cannot be offloaded.
 
     Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
-        compiler drops the barrier between the two gathers, merges them and keeps the weights; the compilers for TPU and
-        GPU do not.
+        compiler drops the barrier that keeps the two gathers apart (`regather.py`), merges them and keeps the weights;
+        the compilers for TPU and GPU do not.
 
     Example:
         >>> project = sk.gathered(lambda w, x: x @ w)
@@ -85,9 +87,10 @@ def gathered(
 
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
-        # In the caller's function the arrays of handles have a dtype with which nothing can compute: this undoes it.
+        # In the caller's function the arrays of handles are sealed: they have a dtype with which nothing can compute
+        # (`_jax/sealed.py`). Here they get their own back.
         leaves, tree = jax.tree.flatten(unseal_handles((args, kwargs)), is_leaf=is_handle)
-        # Words, booleans and Python's numbers are no arguments of what is traced: a layer may branch by them.
+        # Strings, booleans and Python's numbers are no arguments of what is traced: a layer may branch by them.
         traced_leaves = LeafPartition([is_handle(leaf) or _is_array(leaf) for leaf in leaves])
         traced, static = traced_leaves.partition(leaves)
         handle_leaves = LeafPartition([is_handle(leaf) for leaf in traced])
@@ -138,8 +141,8 @@ def scan_layers(
         stacked: pytree of arrays and handles with the layer as dim 0. Integers, such as layer numbers, are allowed.
         x: pytree of activations; integers and keys, such as one key per example, are allowed.
         prefetch: gather the next layer's weights while this layer computes, forward and backward. Of plain arrays,
-            which nothing gathers, it changes nothing. It does not help together with `microbatches`: their loop hides
-            no gather, and the v5e compiler then gathers again inside it.
+            which nothing gathers, it sends nothing earlier. It does not help together with `microbatches`: their loop
+            hides no gather, and the v5e compiler then gathers again inside it.
         remat: the values to save for the backward pass. "full" saves only the layer's input. "dots" also saves the
             results of matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis.
             "dots_without_batch" saves the results of matmuls without batch dims. A tuple of names saves the values with
@@ -212,16 +215,19 @@ def _scan(layer: LayerFn, stacked: Any, x: Any) -> Any:
 
 
 def _widen_carry(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
-    """The activations, marked as varying over the axes over which those behind a layer vary: a scan has one type.
+    """The activations, marked as varying over the axes over which those after a layer vary: a scan has one type.
 
-    Worked example: a layer (a, b) -> (a * w, a + b), whose w alone varies over "data". Behind the first layer a varies
-    too, and b behind the second: the layer is traced with the wider types until it returns what it takes.
+    Worked example: a layer (a, b) -> (a * w, a + b), whose w alone varies over "data". After the first layer a varies
+    too, and b after the second: the layer is traced with the wider types until it returns what it takes. The first
+    trace shows too whether the layers are a stack, and whether a layer returns what the next one takes.
     """
     while True:
         after = _trace_first_layer(layer_fn, stacked, x)
         _check_carried(x, after)
         widened = jax.tree.map(vary_like, x, after)
-        if jax.tree.map(varying_axes, widened) == jax.tree.map(varying_axes, x):
+        # Of leaves: two trees are equal only if their classes say so.
+        axes_before = [varying_axes(leaf) for leaf in jax.tree.leaves(x)]
+        if [varying_axes(leaf) for leaf in jax.tree.leaves(widened)] == axes_before:
             return widened
         x = widened
 
@@ -263,11 +269,11 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
 
     def run_layer(weights: Any, x: Any) -> Any:
         weights = open_handles(weights)
-        modules = _list_modules(weights)
+        nodes = _list_nodes(weights)
         y = layer_fn(weights, x)
         # Collected beside the result: `eval_shape` returns shapes, from which a change cannot be read.
-        for module in modules:
-            changes.extend(_find_changes(module))
+        for node in nodes:
+            changes.extend(_find_changes(node))
         return y
 
     # Handles are nodes of the tree, so this takes layer 0 of their parts. Their cuts count dims from the end, and stay
@@ -291,7 +297,7 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
     return after
 
 
-class _Module(NamedTuple):
+class _Node(NamedTuple):
     """A module of flax nnx among the weights of a layer, or an array, and the variables that it had."""
 
     path: Any
@@ -299,28 +305,29 @@ class _Module(NamedTuple):
     variables: list[Any]
 
 
-def _list_modules(weights: Any) -> list[_Module]:
-    """The modules among the weights: what is in no dict, list or tuple any more, each of which is made anew for a call.
+def _list_nodes(weights: Any) -> list[_Node]:
+    """The nodes of the weights that are no dict, list or tuple.
 
+    Dicts, lists and tuples are made anew for each call, and a layer may change them: only a module keeps a change.
     Worked example: of `{"norm": BatchNorm, "w": array}` the module, and the array, which has no variables of its own.
     """
 
     def is_module(node: Any) -> bool:
         return not isinstance(node, dict | list | tuple)
 
-    modules = []
+    nodes = []
     for path, node in tree_leaves_with_path(weights, is_leaf=is_module):
-        modules.append(_Module(path, node, jax.tree.leaves(node)))
-    return modules
+        nodes.append(_Node(path, node, jax.tree.leaves(node)))
+    return nodes
 
 
-def _find_changes(module: _Module) -> list[str]:
+def _find_changes(node: _Node) -> list[str]:
     """The paths of variables that a layer has set in a module."""
     changes = []
     # A module may have gained leaves: strict=False.
-    for (path, leaf), old in zip(tree_leaves_with_path(module.node), module.variables, strict=False):
+    for (path, leaf), old in zip(tree_leaves_with_path(node.node), node.variables, strict=False):
         if leaf is not old:
-            changes.append(path_name((*module.path, *path)))
+            changes.append(path_name((*node.path, *path)))
     return changes
 
 

@@ -268,6 +268,22 @@ def test_a_gathered_layer_may_branch_by_what_is_no_array(name, options):
     np.testing.assert_allclose(state.params["layers"], w - 0.1 * grad, rtol=1e-5, atol=1e-6)
 
 
+class Stream:
+    """Activations in a class that is equal to itself alone."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(Stream, lambda stream: ((stream.x,), None), lambda _, children: Stream(*children))
+
+
+# Types of the carry were compared as trees of this class, which are never equal: the search for them did not end.
+def test_activations_of_a_class_without_equality():
+    result = sk.scan_layers(lambda w, stream: Stream(stream.x * w), jnp.full(3, 2.0), Stream(jnp.ones(2)))
+    np.testing.assert_array_equal(result.x, [8, 8])
+
+
 # Of (a, b, c) a layer spreads an axis by one leaf: the carry has its type only after three traces.
 def test_a_carry_that_varies_later_than_in_the_first_layer():
     def layer(w, carry):

@@ -96,8 +96,8 @@ class Settings(NamedTuple):
         order: which order decides comparisons; None where the real values of a draw do.
         kind: the kind of the inputs of a draw: one of KINDS, PLANTED or SCALED; MIXED, SIMILAR or NARROW; ANY for one
             of KINDS for each input.
-        crossed: whether elements that the field prescribes are put where a comparison changes its answer, as for a
-            maximum of equal numbers; all others are of the kind.
+        crossed: whether the elements of `Choices.elements` are put where a comparison changes its answer, as for a
+            maximum of equal numbers: the draw then counts as one of chosen inputs (`planted`).
         scale: the factor by which normal inputs are multiplied.
         levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
         laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
@@ -137,7 +137,10 @@ class Choices:
 
 
 class Field:
-    """A field at random points. Each run has a field of its own.
+    """A field at random points. Each run, of both programs one after the other, has a field of its own.
+
+    `values.py` says of what an array consists: residues, and beside them infinity, `poison`, and the `factor` of a
+    logarithm.
 
     Attributes:
         settings: what this field was made of.
@@ -285,7 +288,9 @@ class Field:
         return dataclasses.replace(x, number=number, facts=facts, real=real, factor=factor, roots=roots)
 
     def like(self, **changes: Any) -> Field:
-        """A field of the same settings but for `changes`, with the same chosen elements, which has noted nothing.
+        """A field of the same settings but for `changes`, and of the same choices, which turns nothing round.
+
+        It has noted nothing, and has no coverage and no memory; what runs compiled programs says so again.
 
         Worked example: of a field of two points with the seed 5, `field.like(seed=6)` has two other points.
         """

@@ -2,6 +2,9 @@
 
 A proof is unsound if a pole is missing here: `0 * lgamma(x - x)` would be zero, and is NaN in floats. A test compares
 each row with what jax computes at a few numbers.
+
+A function is used only if `RULES` (`rules/primitive_rules.py`) has its primitive too; a proof of gradients needs those
+that its derivative calls, as that of i0e calls i1e.
 """
 
 from __future__ import annotations
