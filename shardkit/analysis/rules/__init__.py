@@ -1,9 +1,10 @@
 """The rules on a trace, one file for each or for a family, and `TRACE_RULES`, the list of them.
 
 Read `_TRACED` first, and `_ROWS` of `compiled_rules`: what you miss may be half there. A new rule is a function of a
-`TracedProgram` that yields findings, in a file of its name or of a family that shares a helper, and a row here. Start
-with `rule.py`, the rule itself, then `program.py`, its argument; `replicated.py` is the shortest rule. Imports
-`analysis/jaxpr`. Rules on a compiled program are in `analysis/compiled_rules/`.
+`TracedProgram` that yields findings, in a file of its name or of a family that shares a helper, and a row here.
+
+Start with `rule.py`, the rule itself, then `program.py`, its argument; `replicated.py` is the shortest rule.
+Imports `analysis/jaxpr`. Rules on a compiled program are in `analysis/compiled_rules/`.
 """
 
 from shardkit.analysis.rules.divergence import divergence
