@@ -22,7 +22,7 @@ from shardkit.testing.exact.numbers.field import NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal
-from shardkit.testing.exact.numbers.tower import PRIMES, invert_by_power
+from shardkit.testing.exact.numbers.tower import invert_by_power
 from shardkit.testing.exact.numbers.values import Exact
 
 ON_MESH, ALONE = 0, 1
@@ -176,7 +176,7 @@ class Coverage:
             decision.identified = True
             decision.decided = decision.decided | _find_constants(field, x, y, difference)
             if self.identifies:
-                words = np.broadcast_to(_hash_difference(difference), asked.shape)
+                words = np.broadcast_to(_hash_difference(field, difference), asked.shape)
                 decision.words = frozenset(words[~decision.decided].tolist())
                 decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
                 self.constants |= _list_logs_of_constants(field, x) | _list_logs_of_constants(field, y)
@@ -270,7 +270,7 @@ class Coverage:
         """Which numbers are rounded."""
         top = x.number[field.residues.top]
         if name == "ceil":  # -floor(-x)
-            p = np.uint64(PRIMES[-2])
+            p = field.residues.top_prime
             top = (p - top) % p
         return frozenset(mix(mix(top[0]), top[1]).ravel().tolist())
 
@@ -490,8 +490,8 @@ def _find_constants(field: Field, x: Exact, y: Exact, difference: np.ndarray) ->
     return np.asarray(difference[0] == difference[1])
 
 
-def _hash_difference(difference: np.ndarray) -> np.ndarray:
+def _hash_difference(field: Field, difference: np.ndarray) -> np.ndarray:
     """Which difference is compared with zero, but for a constant factor."""
     # c d(a) / (c d(b)) is d(a) / d(b) for every constant c, at points a and b.
-    p = np.uint64(PRIMES[-2])
+    p = field.residues.top_prime
     return mix(difference[0] * invert_by_power(difference[1], p) % p)

@@ -226,7 +226,7 @@ def _relate(field: Field, got: Operand, wanted: Exact) -> _Relation:
     if not a.any():
         return _Relation("it is zero")
     for ratio, text in list_ratios({}):
-        if np.array_equal(a, multiply_residues(b, ratio)):
+        if np.array_equal(a, multiply_residues(field, b, ratio)):
             return _Relation(f"it is {text} the reference everywhere")
     # Dim 0 has the points.
     for dim in range(1, b.ndim):

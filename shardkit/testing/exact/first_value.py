@@ -321,7 +321,7 @@ def describe_factor(values: KnownValues, event: Event) -> str:
             forms += list_forms(values.field, x, event.call.axes)
     for ratio, text in list_ratios(event.call.axes):
         for form, words in forms:
-            if digest(multiply_residues(form, 1 / ratio)) in values.known:
+            if digest(multiply_residues(values.field, form, 1 / ratio)) in values.known:
                 return f"it is {text} a value of the reference{words}"
     return ""
 

@@ -27,14 +27,11 @@ from shardkit._arguments.checks import quote
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import highest_residues
-from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
 
 _MOST_FORMS = 64
 _MOST_BLOCKS = 512
-# The prime of the components that every value has.
-_PRIME = np.uint64(PRIMES[-2])
 
 
 def is_number(x: Operand) -> bool:
@@ -84,7 +81,7 @@ def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tu
         else:
             choices.append(["first", "sum", *range(residues.ndim - 1 - rank)])
     for choice in itertools.islice(itertools.product(*choices), _MOST_FORMS):
-        form = _put_all_together(residues, choice)
+        form = _put_all_together(field.residues.top_prime, residues, choice)
         if form is None:
             continue
         # The last axis first, in words too.
@@ -92,26 +89,26 @@ def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tu
         yield form, f" summed over {quote(summed)}" if summed else ""
 
 
-def _put_all_together(residues: np.ndarray, choice: Sequence[Any]) -> np.ndarray | None:
+def _put_all_together(prime: np.uint64, residues: np.ndarray, choice: Sequence[Any]) -> np.ndarray | None:
     """The pieces of devices along all axes as one array; None if they are not equal where they should be."""
     form = residues
     rank = len(choice)
     # The last axis first: of a dim that is split over several, it is the minor one.
     for number in reversed(range(rank)):
-        joined = _put_together(form, number, choice[number], rank)
+        joined = _put_together(prime, form, number, choice[number], rank)
         if joined is None:
             return None
         form = joined
     return form
 
 
-def _put_together(form: np.ndarray, number: int, choice: Any, rank: int) -> np.ndarray | None:
+def _put_together(prime: np.uint64, form: np.ndarray, number: int, choice: Any, rank: int) -> np.ndarray | None:
     """The pieces of devices along an axis as one array; None if they are not equal and should be."""
     lead = 1 + number
     if choice == "whole":
         return form
     if choice == "sum":
-        return form.sum(lead, np.uint64, keepdims=True) % _PRIME
+        return form.sum(lead, np.uint64, keepdims=True) % prime
     if choice == "first":
         first = np.take(form, [0], lead)
         return first if (form == first).all() else None
@@ -139,11 +136,11 @@ def list_blocks(residues: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.nda
         yield residues[(slice(None), *slices)]
 
 
-def multiply_residues(residues: np.ndarray, ratio: Fraction) -> np.ndarray:
-    """Residues times a constant."""
-    p = int(_PRIME)
+def multiply_residues(field: Field, residues: np.ndarray, ratio: Fraction) -> np.ndarray:
+    """Residues that every value has, as of `take_residues`, times a constant."""
+    p = int(field.residues.top_prime)
     factor = np.uint64(ratio.numerator * pow(ratio.denominator, -1, p) % p)
-    return residues * factor % _PRIME
+    return residues * factor % field.residues.top_prime
 
 
 def list_ratios(axes: Mapping[str, int]) -> Iterator[tuple[Fraction, str]]:

@@ -33,6 +33,7 @@ from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.no_number import describe_no_number, find_first_no_number
 from shardkit.testing.exact.numbers.errors import (
     NO_VALUE,
+    NestedLogarithmsError,
     RedrawError,
     TooDeepError,
     UnknownValueError,
@@ -55,6 +56,8 @@ _SCALES = (1.0, 0.3, 0.1, 0.03)
 POINTS = 2
 # The points of further draws.
 _FEWEST = 1
+# Each logarithm of a logarithm takes a prime: so many leave enough of them for exps.
+_MOST_NESTED = LEVELS // 2
 # So many draws are remembered in which a comparison was of equal numbers.
 _MOST_TIED = 4
 # One of the programs: takes a field and what watches the run, and returns its results.
@@ -79,6 +82,7 @@ class ProgramPair:
         degree: bounds of the degree of the results, in all draws.
         seed: the seed of the next draw.
         levels: how many primes a further run needs.
+        log_depth: how deep logarithms that become numbers are nested.
         shallow: whether `logistic` is uninterpreted, because the tower has too few primes for its exps.
         elements: which elements of the results were compared.
         by_laws: whether the comparisons of draws are told apart by the laws of roots, as in programs that are equal by
@@ -103,6 +107,7 @@ class ProgramPair:
     degree: Degree = CONSTANT
     seed: int = 0
     levels: int = LEVELS
+    log_depth: int = 1
     shallow: bool = False
     elements: ComparedElements = attribute(default_factory=ComparedElements)
     by_laws: bool = False
@@ -158,6 +163,8 @@ class ProgramPair:
                     raise
             except TooDeepError:
                 self._use_more_primes()
+            except NestedLogarithmsError:
+                self._nest_logarithms()
             else:
                 self._count_run(field)
                 return
@@ -269,7 +276,10 @@ class ProgramPair:
         elements: Sequence[Element] = (),
     ) -> Field:
         """A field that notes comparisons."""
-        field = Field(Settings(points, seed, self.shallow, order, kind, crossed, scale, self.levels))
+        settings = Settings(
+            points, seed, self.shallow, order, kind, crossed, scale, self.levels, log_depth=self.log_depth
+        )
+        field = Field(settings)
         field.coverage = self.coverage
         field.choices.centres = tuple(sorted(self.coverage.constants))
         field.choices.elements = tuple(elements)
@@ -310,7 +320,8 @@ class ProgramPair:
             self.draws += 1
         else:
             self.orders += 1
-        self.levels = min(self.levels, field.notes.deepest + 3)
+        # One more than the question that needs most; logarithms may take the highest ones.
+        self.levels = min(self.levels, field.notes.deepest + 2 + self.log_depth)
         self.elements.outside = self.elements.outside or field.notes.outside
 
     def _use_more_primes(self) -> None:
@@ -324,6 +335,16 @@ class ProgramPair:
             ) from None
         else:
             self.shallow = True
+
+    def _nest_logarithms(self) -> None:
+        """One prime more that logarithms may take, for the next runs."""
+        if self.log_depth == _MOST_NESTED:
+            raise UnprovableError(
+                f"{self.where}: logarithms that are multiplied by numbers may be nested at most {_MOST_NESTED} deep, "
+                "from an input to a result; these programs nest more. Prove a part of them."
+            ) from None
+        self.log_depth += 1
+        self.levels = LEVELS
 
     # Comparing results
 
@@ -448,8 +469,10 @@ class ProgramPair:
         used = int(max(a.both_used.max(initial=0), b.both_used.max(initial=0)))
         field.notes.deepest = max(field.notes.deepest, used)
         # A factor of a logarithm is compared by its exp.
-        logs = field.notes.logs or a.factor is not None or b.factor is not None
-        if used + logs >= field.settings.levels:
+        lost = 0
+        if field.notes.logs or a.factor is not None or b.factor is not None:
+            lost = field.settings.log_depth
+        if used + lost >= field.settings.levels:
             raise TooDeepError
 
     def _refuse(self, field: Field, index: int, name: str, a: Exact, b: Exact) -> None:

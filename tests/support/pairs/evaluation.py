@@ -58,8 +58,11 @@ def evaluated(
             if node.op == "input":
                 values[id(node)] = inputs[node.params[0]]
             else:
-                values[id(node)] = evaluation(node, [values[id(each)] for each in node.args])
-                evaluation.note_undefined(values[id(node)])
+                value = evaluation(node, [values[id(each)] for each in node.args])
+                if node.kind == "f":
+                    value = value + 0.0  # -0.0 is 0.0: mask * z may be written for where(mask, z, 0)
+                values[id(node)] = value
+                evaluation.note_undefined(value)
     whole = (len(points[0]), devices, *root.shape)
     value = np.broadcast_to(values[id(root)], whole)
     return Evaluated(value, evaluation.unclear, evaluation.unordered, evaluation.summed, evaluation.undefined)

@@ -12,7 +12,7 @@ from shardkit.testing.exact.numbers.arithmetic import add, invert, matmul, multi
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
 from shardkit.testing.exact.numbers.constants import simplest
-from shardkit.testing.exact.numbers.errors import RedrawError, TooDeepError, UnknownValueError
+from shardkit.testing.exact.numbers.errors import NestedLogarithmsError, RedrawError, TooDeepError, UnknownValueError
 from shardkit.testing.exact.numbers.field import SEEDS, Field, Settings
 from shardkit.testing.exact.numbers.functions import apply_function
 from shardkit.testing.exact.numbers.inputs import draw_input
@@ -320,7 +320,7 @@ def test_the_square_of_a_root_is_what_it_is_of():
 
 # A comparison with zero missed the tie: the square of such a logarithm was a positive number for x = 0.
 def test_the_logarithm_of_a_one_that_was_computed_from_a_logarithm_is_zero():
-    field = Field(Settings(2, 7))
+    field = Field(Settings(2, 7, log_depth=4))
     is_zero = np.array([[True, False, False], [False, True, False]])
     x = where(is_zero, field.lift(np.zeros((2, 3), np.float32)), X)
     for _ in range(3):
@@ -334,6 +334,29 @@ def test_the_logarithm_of_a_one_that_was_computed_from_a_logarithm_is_zero():
         term = multiply(field, a, log(field, z))
         total = add(field, total, term if sign > 0 else negate(field, term))
     assert not (total.number == 1).all() and field.is_zero(to_number(field, log(field, total))).all()
+
+
+# Each took the same highest prime, so that two forms of log(log(x) + 1) y differed in the next one.
+def test_each_logarithm_of_a_logarithm_takes_a_prime():
+    field = Field(Settings(2, 7, kind="positive", log_depth=2))
+    x, y = (draw_input(field, name, (2, 3)) for name in ("x", "y"))
+    one = field.lift(np.ones((1, 1), np.float32))
+    log_of_product = multiply(field, log(field, multiply(field, x, y)), y)
+    sum_of_logs = add(field, multiply(field, log(field, x), y), multiply(field, log(field, y), y))
+    forms = []
+    for inner in (log_of_product, sum_of_logs):
+        assert inner.degree.log_depth == 1
+        outer = multiply(field, log(field, add(field, inner, one)), y)
+        assert outer.degree.log_depth == 2 and exp(field, outer).degree.log_depth == 1
+        assert apply_function(field, "f", y, outer).degree.log_depth == invert(field, outer).degree.log_depth == 2
+        forms.append(outer)
+    first, second = forms
+    assert find_equal(field, first, second).all() and field.end_level == LEVELS - 2
+    differ = (first.number != second.number).any((1, 2))
+    assert differ.tolist() == [False] * 2 * (LEVELS - 2) + [True] * 4
+    assert (find_keys(field, first) == find_keys(field, second)).all()
+    with pytest.raises(NestedLogarithmsError):
+        multiply(field, log(field, first), y)
 
 
 def test_the_primes_that_exps_use_up():

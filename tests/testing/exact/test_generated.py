@@ -79,6 +79,11 @@ def test_few_wrong_pairs_of_many_are_proved(part):
     assert_few_false_proofs(range(part * EACH, (part + 1) * EACH), MOST_FALSE)
 
 
+# mask * z of a negative z was -0.0, and so a number divided by it another infinity than by where(mask, z, 0).
+def test_minus_zero_is_zero():
+    assert drawn(4015019).truth() is None
+
+
 # Its own evaluation says what is wrong: it must not have a mistake of its own.
 @pytest.mark.quick("0")
 @pytest.mark.parametrize("part", range(PROGRAMS // 8))

@@ -30,7 +30,7 @@ def to_bits(field: Field, x: Exact, dtype: str) -> Exact:
         field.laws.numbers_of_bits[dtype, word.tobytes()] = residues, facts, real
     field.laws.degree_of_bits = field.laws.degree_of_bits.plus(x.degree)
     facts = build_facts(x.shape, used=x.used, poison=x.poison)
-    return Exact(words, facts, np.full(x.real.shape, math.nan), degree=INPUT)
+    return Exact(words, facts, np.full(x.real.shape, math.nan), degree=x.degree.of_function())
 
 
 def from_bits(field: Field, x: Exact, dtype: str) -> Exact:

@@ -11,12 +11,16 @@ class TooDeepError(Exception):
     """More nested exps, on the way to a result, than the field has primes."""
 
 
+class NestedLogarithmsError(Exception):
+    """More logarithms that became numbers, one of another, than `Settings.log_depth`."""
+
+
 class UnknownValueError(Exception):
     """A comparison of a number whose real value is beyond floats, or of a function that has none."""
 
 
 # With other numbers, other inputs or more primes a result may have a value.
-NO_VALUE = (RedrawError, TooDeepError, UnknownValueError)
+NO_VALUE = (RedrawError, TooDeepError, NestedLogarithmsError, UnknownValueError)
 
 
 class UnsupportedError(Exception):

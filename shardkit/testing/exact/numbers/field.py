@@ -101,6 +101,8 @@ class Settings(NamedTuple):
         scale: the factor by which normal inputs are multiplied.
         levels: how many primes of the tower are used. They are the highest ones, numbered from 0 here.
         laws_of_roots: whether multiples of roots are followed through products and quotients (`roots.py`).
+        log_depth: how deep logarithms that become numbers may be nested. So many of the highest primes are passed over
+            once one has.
     """
 
     points: int
@@ -112,6 +114,7 @@ class Settings(NamedTuple):
     scale: float = 1.0
     levels: int = LEVELS
     laws_of_roots: bool = False
+    log_depth: int = 1
 
 
 @dataclass
@@ -164,7 +167,7 @@ class Field:
         self.coverage: Any = None
         self.memory: Any = None
 
-        self.residues = Residues(settings.points, settings.seed, settings.levels)
+        self.residues = Residues(settings.points, settings.seed, settings.levels, settings.log_depth)
         self.marks = Marks()
         self.computed = Computations()
         self.laws = NumberLaws(self.residues.moduli)
@@ -196,9 +199,9 @@ class Field:
 
     @property
     def end_level(self) -> int:
-        """One more than the highest prime that is compared; one less after the first logarithm that became a number."""
+        """One more than the highest prime that is compared: fewer after the first logarithm that became a number."""
         if self.notes.logs:
-            return self.settings.levels - 1
+            return self.settings.levels - self.settings.log_depth
         return self.settings.levels
 
     def valid(self, used: np.ndarray) -> np.ndarray:
@@ -349,7 +352,8 @@ class Field:
         # All elements of one array count as one division: a term of a result has at most one of their inverses for each
         # time that it was multiplied by it, and the weight is the degree of the product of all divisors.
         self.notes.divisions += 1
-        return Degree(1, {**degree.inverses, self.notes.divisions: (1, degree.total * elements)})
+        inverses = {**degree.inverses, self.notes.divisions: (1, degree.total * elements)}
+        return Degree(1, inverses, degree.log_depth)
 
     @property
     def variety(self) -> int:

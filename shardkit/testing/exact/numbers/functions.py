@@ -18,7 +18,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.function_table import BOUNDED, EVERYWHERE, FUNCTIONS, Function, load_real
 from shardkit.testing.exact.numbers.logarithms import to_number
-from shardkit.testing.exact.numbers.values import INPUT, NOT_A_NUMBER, OUTSIDE, Exact, build_facts
+from shardkit.testing.exact.numbers.values import NOT_A_NUMBER, OUTSIDE, Exact, build_facts
 
 
 def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> Exact:
@@ -32,13 +32,14 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     for x in arguments[1:]:
         used = np.maximum(used, x.used)
         poison = np.maximum(poison, x.poison)
+    degree = arguments[0].degree.of_function(*(x.degree for x in arguments[1:]))
     shape = number.shape[1:]
     # A function that numpy does not have, as a function of a test, is unknown in real numbers too.
     function = FUNCTIONS.get(name)
     if function is None:
         facts = build_facts(shape, sign, 0, used, poison=poison)
         real = np.full((1, *shape), math.nan)
-        return field.settle(Exact(number, facts, real, degree=INPUT))
+        return field.settle(Exact(number, facts, real, degree=degree))
     # A sum that cancels may be rounded to a number below zero, and sqrt would be NaN: it is set to 0.0.
     reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
     real = np.asarray(load_real(function.real)(*reals))
@@ -49,7 +50,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
         poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
     infinite, poison = _find_poles(field, function, arguments, poison)
     facts = build_facts(shape, sign, infinite, used, poison=poison)
-    result = Exact(number, facts, real, degree=INPUT)
+    result = Exact(number, facts, real, degree=degree)
     if any(x.special for x in arguments):
         result = _take_limits(field, result, arguments)
     return field.settle(result)

@@ -14,6 +14,12 @@ example, with (number, factor) of each line:
 
 Where a factor is not enough, as for log(x) * y, the logarithm becomes a number: the exponent of x squared, one prime
 lower. So log(exp x) is x, and log(x y) * z is log(x) * z + log(y) * z. Lost are the sign of x and the highest prime.
+The logarithm of a number that was itself a logarithm loses the next prime too (`Degree.log_depth`); an exp gives one
+back. With the primes 0 to 7:
+
+    log(x) * y           has a meaning modulo 0 to 6
+    log(log(x) + 1) * y  modulo 0 to 5
+    exp(log(x) * y)      modulo 1 to 7
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardkit.testing.exact.numbers.errors import NestedLogarithmsError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.same_keys import recall_keys
 from shardkit.testing.exact.numbers.tower import LEVELS
@@ -31,6 +38,7 @@ from shardkit.testing.exact.numbers.values import (
     NOT_A_NUMBER,
     OUTSIDE,
     TRULY,
+    Degree,
     Exact,
     build_facts,
 )
@@ -45,11 +53,14 @@ def exp(field: Field, x: Exact) -> Exact:
     used = x.used + 1
     degree = CONSTANT
     if x.degree.total:
-        degree = INPUT  # a random function of its argument, which counts as an input does
+        # A random function of its argument, one prime higher.
+        degree = Degree(1, log_depth=max(x.degree.log_depth - 1, 0))
     if x.factor is not None:
         number = number * x.factor % field.residues.primes_of(number)
         used = np.maximum(used, x.factor_used)
         degree = degree.times(x.degree)
+        depth = max(x.degree.log_depth - 1, x.degree.log_depth_of_factor)
+        degree = degree._replace(log_depth=depth, log_depth_of_factor=0)
     # exp(-inf) is 0, also of a constant that stands for -inf in a mask. That zero has a meaning in all components.
     number = np.where(x.is_low, np.uint64(0), number)
     used = np.where(x.is_low, 0, np.minimum(used, LEVELS))
@@ -78,7 +89,8 @@ def log(field: Field, x: Exact) -> Exact:
     # The whole number moves to the factor, with the primes that it has used up.
     factor = np.where(zero, np.uint64(1), x.number)
     facts = build_facts(x.shape, 0, infinite, 0, x.used, poison)
-    return field.settle(Exact(np.zeros_like(x.number), facts, np.log(x.real), factor, x.degree))
+    degree = x.degree._replace(log_depth=0, log_depth_of_factor=x.degree.log_depth)
+    return field.settle(Exact(np.zeros_like(x.number), facts, np.log(x.real), factor, degree))
 
 
 def to_number(field: Field, x: Exact) -> Exact:
@@ -88,7 +100,11 @@ def to_number(field: Field, x: Exact) -> Exact:
     is_one = _find_ones(field, x.factor, x.factor_used)
     used = np.where(is_one, x.used, np.maximum(x.used, x.factor_used - 1))
     number = x.number
+    depth = x.degree.log_depth
     if not is_one.all():
+        depth = max(depth, x.degree.log_depth_of_factor + 1)
+        if depth > field.settings.log_depth:
+            raise NestedLogarithmsError
         field.notes.logs = True
         p = field.residues.primes_of(number)
         # The logarithm of the factor is minus the logarithm of 1 / factor. The inverse is taken because zero has no
@@ -101,7 +117,8 @@ def to_number(field: Field, x: Exact) -> Exact:
         logarithm = np.where(is_root, logarithm * half % p, logarithm)
         number = np.where(is_one, number, (number + logarithm) % p)
     facts = build_facts(x.shape, 0, x.infinite, used, poison=x.poison)
-    return field.settle(Exact(number, facts, x.real, degree=x.degree.plus(INPUT)))
+    degree = x.degree.plus(INPUT)._replace(log_depth=depth, log_depth_of_factor=0)
+    return field.settle(Exact(number, facts, x.real, degree=degree))
 
 
 def _find_ones(field: Field, factor: np.ndarray, used: np.ndarray) -> np.ndarray:

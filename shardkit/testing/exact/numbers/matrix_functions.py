@@ -19,7 +19,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.elimination import find_poison, make_zero
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
-from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
+from shardkit.testing.exact.numbers.values import Exact, build_facts
 
 _ROW = 2**20  # the distance of the places of two rows
 
@@ -71,7 +71,7 @@ def apply_matrix_function(
     used = spread(a.used.max((-2, -1)))
     poison = spread(find_poison(field, a))
     facts = build_facts(number.shape[1:], sign, 0, used, poison=poison)
-    return field.settle(Exact(number, facts, real, degree=INPUT))
+    return field.settle(Exact(number, facts, real, degree=a.degree.of_function()))
 
 
 def fill_zeros(field: Field, x: Exact, is_zero: np.ndarray) -> Exact:

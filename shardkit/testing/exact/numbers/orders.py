@@ -26,7 +26,6 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import exp, exp_keeping_infinity, to_number
 from shardkit.testing.exact.numbers.same_keys import recall_keys
-from shardkit.testing.exact.numbers.tower import PRIMES
 from shardkit.testing.exact.numbers.values import HUGE, INFINITE, OUTSIDE, TRULY, Exact
 
 _DIGITS = 34  # bits of a real value, by which numbers are put in order
@@ -39,7 +38,7 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
     x = to_number(field, x)
     used = int(x.used.max(initial=0))
     field.notes.deepest = max(field.notes.deepest, used)
-    if used >= field.settings.levels - 1:
+    if used >= field.settings.levels - field.settings.log_depth:
         raise TooDeepError
     is_zero = field.is_zero(x)
     if field.settings.order is None:
@@ -127,7 +126,7 @@ def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tup
     x and -x have the same size, and opposite signs. So both are hashed from the one of them that has the lower half of
     the residues at the first point.
     """
-    p = np.uint64(PRIMES[-2])
+    p = field.residues.top_prime
     is_upper = residues[0] > p // np.uint64(2)
     # [points, ...]
     canonical = np.where(is_upper, p - residues, residues) % p

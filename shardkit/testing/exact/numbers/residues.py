@@ -30,13 +30,15 @@ class Residues:
         points: the number of random points.
         seed: draws the random functions.
         levels: how many primes of the tower there are, the highest.
+        log_depth: of how many of the highest primes logarithms may take the meaning.
         moduli: uint64 [components], the prime of each component.
     """
 
-    def __init__(self, points: int, seed: int, levels: int):
+    def __init__(self, points: int, seed: int, levels: int, log_depth: int):
         self.points = points
         self.seed = seed
         self.levels = levels
+        self.log_depth = log_depth
         # With the primes 5 and 11 and two points: [5, 5, 11, 11].
         self.moduli = np.repeat(np.array(PRIMES[-levels:], np.uint64), points)
         # With two primes and two points: [0, 0, 1, 1].
@@ -47,9 +49,15 @@ class Residues:
     def top(self) -> slice:
         """The components of the highest prime in which every number has a meaning that can be ordered.
 
-        That is the highest but one: those of the highest have none once a logarithm became a number.
+        That is the highest but one: those of the highest have none once a logarithm became a number. Where logarithms
+        of logarithms do, it is the highest but two.
         """
-        return slice(-2 * self.points, -self.points)
+        return slice(-(self.log_depth + 1) * self.points, -self.log_depth * self.points)
+
+    @property
+    def top_prime(self) -> np.uint64:
+        """The prime of the components `top`."""
+        return np.uint64(PRIMES[-1 - self.log_depth])
 
     def primes_of(self, x: np.ndarray) -> np.ndarray:
         """uint64 [components, 1, ...]: the primes of an array's components, the last ones if it has fewer."""

@@ -141,7 +141,7 @@ def _add_roots(
     # No term of a root has the inverse. But its divisor was taken for one that is not zero, which a bound counts too.
     inverse_degree = field.degree_of_inverses(degree.times(INPUT), len(keys))
     divisions = {division: (0, weight) for division, (_, weight) in inverse_degree.inverses.items()}
-    field.laws.roots.degree = field.laws.roots.degree.plus(Degree(1, divisions))
+    field.laws.roots.degree = field.laws.roots.degree.plus(Degree(1, divisions, degree.log_depth))
     field.laws.roots.add_degree_of_squares(degree)
     field.laws.roots.add_degree_of_inverses(INPUT.times(inverse_degree))
 

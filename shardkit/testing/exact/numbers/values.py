@@ -37,18 +37,27 @@ class Degree(NamedTuple):
         total: the degree.
         inverses: for each division by its number, the degree in its inverses, and the sum of the degrees of all
             elements that it divides by.
+        log_depth: how many of the highest primes have no meaning in the number, because logarithms became numbers on
+            the way to it: two for that of log(1 + log(x)) * y.
+        log_depth_of_factor: likewise for the factor, of a logarithm that is none yet.
     """
 
     total: int = 0
     inverses: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    log_depth: int = 0
+    log_depth_of_factor: int = 0
 
     def plus(self, *others: Degree) -> Degree:
         """The degree of a sum, or of an array with elements of all operands: the largest of their degrees."""
         # For each division, the highest power of its inverse that a term may have.
         total = self.total
         inverses = self.inverses
+        depth = self.log_depth
+        depth_of_factor = self.log_depth_of_factor
         for other in others:
             total = max(total, other.total)
+            depth = max(depth, other.log_depth)
+            depth_of_factor = max(depth_of_factor, other.log_depth_of_factor)
             # Mostly both operands have the same divisions, or one has none.
             if other.inverses is inverses or not other.inverses:
                 continue
@@ -56,24 +65,33 @@ class Degree(NamedTuple):
             for division, (power, weight) in other.inverses.items():
                 before, _ = inverses.get(division, (0, 0))
                 inverses[division] = max(power, before), weight
-        return Degree(total, inverses)
+        return Degree(total, inverses, depth, depth_of_factor)
 
     def times(self, other: Degree) -> Degree:
         """The degree of a product: degrees add up."""
+        depth = max(self.log_depth, other.log_depth)
+        depth_of_factor = max(self.log_depth_of_factor, other.log_depth_of_factor)
         if not other.inverses:
-            return Degree(self.total + other.total, self.inverses)
+            return Degree(self.total + other.total, self.inverses, depth, depth_of_factor)
         inverses = dict(self.inverses)
         for division, (power, weight) in other.inverses.items():
             before, _ = inverses.get(division, (0, 0))
             inverses[division] = power + before, weight
-        return Degree(self.total + other.total, inverses)
+        return Degree(self.total + other.total, inverses, depth, depth_of_factor)
 
     def to_the(self, n: int) -> Degree:
         """The degree of a power."""
         inverses = {}
         for division, (power, weight) in self.inverses.items():
             inverses[division] = n * power, weight
-        return Degree(self.total * n, inverses)
+        return Degree(self.total * n, inverses, self.log_depth, self.log_depth_of_factor)
+
+    def of_function(self, *others: Degree) -> Degree:
+        """The degree of a random function of such numbers: it counts as an input does."""
+        depths = [self.log_depth]
+        for other in others:
+            depths.append(other.log_depth)
+        return Degree(1, log_depth=max(depths))
 
 
 CONSTANT = Degree()
