@@ -193,6 +193,8 @@ CALLS = {
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
     "eval_jaxpr",
+    "program_order",  # jax.experimental.overlap
+    "xla_metadata_call",  # jax.experimental.scheduling_groups
 }
 
 

@@ -45,6 +45,8 @@ class Primitive(NamedTuple):
     cast: bool = False  # whether it changes a type only
     asked: bool = False  # whether a cast is always written; jax adds the others where an operation needs them
     on_mesh: bool = False  # whether it depends on a mesh and sends nothing
+    starts: bool = False  # whether its result is a future, of which another primitive gives the array
+    waits: bool = False  # whether it gives the array of a future
 
 
 # vmap reduces over a tuple of axes, as shard_map does. It gathers, scatters and permutes over one axis at a time, and
@@ -160,8 +162,22 @@ def register(row: Primitive) -> None:
         KIND_OF_OPCODE[row.opcode] = row.kind
 
 
+def _start(row: Primitive) -> Primitive:
+    """The row of the primitive that starts a collective, and does not wait for its result: `psum_scatter_start`."""
+    return row._replace(name=f"{row.name}_start", opcode="", gradient=None, why="", starts=True)
+
+
+def _wait(row: Primitive) -> Primitive:
+    """The row of the primitive that waits for it, as `f.done()` of a future f does."""
+    return _SAME._replace(name=f"{row.name}_done", waits=True)
+
+
 for _row in _ROWS:
     register(_row)
+    # Before jax 0.12 these are private, and a future has no shape.
+    if _row.kind and hasattr(lax, "psum_scatter_start"):
+        register(_start(_row))
+        register(_wait(_row))
 _UNKNOWN = Primitive("")
 
 

@@ -203,8 +203,8 @@ class _Emulator(JaxprInterpreter[Any]):
         row = registered(name)
         if name == ASSUMED:
             _compare_devices(operands[0], equation, self.note)
-        # A cast changes over which axes a value varies by its type. Under vmap there are no such types.
-        if row.cast:
+        # A cast changes over which axes a value varies by its type. Under vmap there are no such types, nor futures.
+        if row.cast or row.waits:
             return operands
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)

@@ -20,6 +20,7 @@ from shardkit.analysis.rules.replicated import replicated
 from shardkit.analysis.rules.reused_keys import reused_keys
 from shardkit.analysis.rules.rule import Finding, Rule
 from shardkit.analysis.rules.tiny_shards import tiny_shards
+from shardkit.analysis.rules.unawaited import unawaited
 from shardkit.analysis.rules.unchecked import unchecked
 from shardkit.analysis.rules.unintended import unintended
 from shardkit.analysis.rules.unread import unread
@@ -38,6 +39,7 @@ _TRACED = (
     ("gather-one-shard-used", "an all_gather although each device uses one piece", one_piece),
     ("all-reduce-then-slice", "an all_reduce although each device keeps one piece", one_piece),
     ("unread-message", "a collective on whose result no result of the program depends", unread),
+    ("unawaited-start", "a collective that is started, and not awaited where it must be", unawaited),
     ("large-replicated", "a large array that every device holds whole", replicated),
     ("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
     ("tensor-parallel-that-fits", "tensor parallelism for weights that fit one device", fitting),

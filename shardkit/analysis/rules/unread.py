@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from shardkit._arguments.checks import format_count, quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, user_line, walk
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import format_type
 from shardkit.analysis.jaxpr.liveness import Liveness
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
+from shardkit.analysis.rules.unawaited import list_ends
 
 _NAME = "unread-message"
 
@@ -28,6 +30,9 @@ def unread(program: TracedProgram) -> Iterator[Finding]:
         kind = kind_of(site.equation)
         axes = [axis for axis in mesh_axes(site.equation) if site.sizes.get(axis, 1) > 1]
         if kind is None or not axes or liveness.reads(site.equation):
+            continue
+        # A collective that is started and never awaited has a rule of its own.
+        if registered(site.name).starts and not list_ends(site):
             continue
         # The backward pass of a leaf that nobody trains, and what jax.checkpoint would compute once more for it.
         if site.backward or site.recomputed or (kind, site.source) in lines:

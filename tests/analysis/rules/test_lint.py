@@ -45,7 +45,9 @@ def test_planted_mistakes_are_named_and_their_corrected_twins_are_clean(row):
 def test_every_rule_is_planted_and_no_name_is_used_twice():
     names = [row.name for row in PLANTED]
     assert len(names) == len(set(names)) and len(DIVERGENT) >= 25
-    assert {row.rule for row in PLANTED} == {rule.name for rule in RULES.values() if rule.reads == "trace"}
+    rules = {rule.name for rule in RULES.values() if rule.reads == "trace"}
+    # Futures are planted where jax has them (`test_futures.py`).
+    assert {row.rule for row in PLANTED} == rules - {"unawaited-start"}
 
 
 @pytest.mark.parametrize("row", PLANTED[:5], ids=ids)
