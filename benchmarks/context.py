@@ -115,7 +115,11 @@ def compiled_rows(tokens: int, json_file: Any) -> None:
     shapes = tuple(jax.ShapeDtypeStruct((1, N * tokens, heads, 128), jnp.bfloat16) for heads in (16, 8, 8))
     print("| v5e:2x4 | pairs | on the wire | asynchronous | wire | exposed | compute | temp | compiled in |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name, (kernel, most) in forms(tokens).items():
+    by_kernel = {
+        "ring, zigzag, kernel": (partial(sk.layers.ring_attention, axis="c", order="zigzag", kernel=True), 2 * N + 1),
+        "ulysses, kernel": (partial(sk.layers.ulysses_attention, axis="c", kernel=True), 2 * N + 1),
+    }
+    for name, (kernel, most) in (forms(tokens) | by_kernel).items():
         step = jax.jit(gradients(kernel, sk.abstract_mesh(c=N)))
         made = sk.aot.compile(step, (shapes,), topology="v5e:2x4")
         beside = sum(row.times for row in made.rows if row.asynchronous)

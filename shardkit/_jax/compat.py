@@ -118,6 +118,18 @@ def invariant(aval: Any, axes: Sequence[str]) -> Any:
     return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axes)))
 
 
+def with_varying(aval: Any, axes: frozenset[str]) -> Any:
+    """An abstract value that varies over these axes, and over no other."""
+    return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=axes))
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Traces inside have no varying types, as with check_vma=False."""
+    with private("config._check_vma")(False):
+        yield
+
+
 def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
     """A tiled all_gather whose result is invariant over `axes`."""
     names = (axes,) if isinstance(axes, str) else axes

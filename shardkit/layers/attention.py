@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
 from shardkit.collectives._sums import dot_dtype, save_as_dot
+from shardkit.layers.attention_kernel import TileForm, attend_tile, check_kernel, tile_gradients, uses_kernel
 from shardkit.layers.matmul import vary_alike
 from shardkit.on_device.means import describe_type
 
@@ -33,6 +34,7 @@ def dot_attention(
     positions_bt: jax.Array | None = None,
     window: int | None = None,
     scale: float | None = None,
+    kernel: bool = False,
 ) -> jax.Array:
     """Softmax attention over a whole sequence on one device. All other forms give the same numbers.
 
@@ -48,21 +50,27 @@ def dot_attention(
         window: with positions, the number of tokens a token attends to: itself and the tokens before it; None:
             all.
         scale: factor of the scores; None: 1/sqrt(K).
+        kernel: compute it on TPUs by the Pallas kernel that jax ships, which writes no scores to memory. T must be a
+            multiple of 128, and there are no positions. On CPUs, and so in a proof, the same function runs as without
+            it; GPUs are refused.
 
     Returns:
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: inconsistent shapes, G does not divide H, positions without `causal`, or a window without positions.
+        ValueError: inconsistent shapes, G does not divide H, positions without `causal`, a window without positions, or
+            what the kernel does not compute.
 
-    Cost: nothing is sent; temporary memory of b H T T scores, and as many weights in the dtype of v as residuals.
+    Cost: nothing is sent; temporary memory of b H T T scores, and as many weights in the dtype of v as residuals. The
+        kernel needs neither, and keeps two float32 numbers of each query and head.
 
     Example:
         >>> q, k = jnp.ones((1, 6, 4, 8)), jnp.ones((1, 6, 2, 8))  # two query heads share each key/value head
         >>> sk.layers.dot_attention(q, k, k).shape
         (1, 6, 4, 8)
 
-    Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
+    Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245); the kernel: Dao et
+    al., FlashAttention (arXiv:2205.14135), `jax.experimental.pallas.ops.tpu.flash_attention`.
     """
     finite("dot_attention", scale=scale)
     check_shapes("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
@@ -70,6 +78,10 @@ def dot_attention(
     q, k, v, labels = vary_alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, labels))
     causal_by_order = causal and positions_bt is None  # else the labels say which token is earlier
     form = Scoring(causal_by_order, window, choose_scale(q, scale))
+    if kernel:
+        check_kernel("dot_attention", q.shape[-2], positions=positions_bt is not None, block=None)
+        if uses_kernel():
+            return join_heads(_attend_by_kernel(q, k, v, labels, TileForm(causal, form.scale)))
     return join_heads(_attend(q, k, v, labels, form))
 
 
@@ -113,6 +125,33 @@ def _attend_backward(form: Scoring, residuals: tuple[jax.Array, ...], dy: jax.Ar
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_by_kernel(
+    q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, form: TileForm
+) -> jax.Array:
+    return _attend_by_kernel_forward(q, k, v, documents, form)[0]
+
+
+def _attend_by_kernel_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, form: TileForm
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """The result, and the residuals of the backward pass, which computes the weights once more."""
+    pair = None if documents is None else (documents[..., 0], documents[..., 0])
+    y, largest, total = attend_tile(q, k, v, pair, form)
+    y = save_as_dot(y)
+    log_total = save_as_dot(largest + jnp.log(total))
+    return y, (q, k, v, pair, y, log_total)
+
+
+def _attend_by_kernel_backward(form: TileForm, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[Any, ...]:
+    q, k, v, pair, y, log_total = residuals
+    dq, dk, dv = tile_gradients(q, k, v, log_total, dy, inner_product(y, dy), pair, form)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend_by_kernel.defvjp(_attend_by_kernel_forward, _attend_by_kernel_backward)
 
 
 def check_shapes(

@@ -24,6 +24,7 @@ from shardkit.layers.attention import (
     inner_product,
     make_mask,
 )
+from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients, uses_kernel
 from shardkit.layers.zigzag import Order
 
 
@@ -36,6 +37,7 @@ class Form(NamedTuple):
     block: int | None  # the size of a tile, None for whole blocks
     scale: float  # factor of the scores
     window: int | None = None  # how many tokens a token attends to, if labels have positions
+    kernel: bool = False  # whether a tile is computed by the kernel for TPUs, where there is one
 
 
 class Softmax(NamedTuple):
@@ -66,6 +68,14 @@ class Softmax(NamedTuple):
         total = self.total * decay + weights.sum(-1, keepdims=True)
         return Softmax(maximum, total, self.sum * decay + block_sum)
 
+    def join(self, y: jax.Array, maximum: jax.Array, total: jax.Array) -> Softmax:
+        """The softmax after another block of keys, of which `y` is the result of a softmax over this block alone."""
+        new_maximum = jnp.maximum(self.maximum, maximum)
+        decay = jnp.exp(self.maximum - new_maximum)
+        new_total = total * jnp.exp(maximum - new_maximum)
+        block_sum = y.astype(jnp.float32) * new_total
+        return Softmax(new_maximum, self.total * decay + new_total, self.sum * decay + block_sum)
+
     def result(self) -> tuple[jax.Array, jax.Array]:
         """The result [b, G, R, t, K], and the logarithm of its denominator [b, G, R, t, 1]."""
         return self.sum / self.total, self.maximum + jnp.log(self.total)
@@ -87,6 +97,7 @@ class TileInputs(NamedTuple):
     v: jax.Array  # [b, G, size, K]
     mask: jax.Array | None
     of_queries: Any  # the rows of the queries, and of further arrays with a row for each query
+    documents: tuple[jax.Array, jax.Array] | None  # of the queries and of the keys, [b, size] each
 
 
 _Keys = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and labels
@@ -104,12 +115,18 @@ def attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
+    kernel = form.kernel and uses_kernel()
+
     def visit(softmax: Softmax, keys: _Keys, tile: Tile) -> Softmax:
         inputs = _take_tile(keys, tile, labels, (q, softmax), form.window)
         queries, rows = inputs.of_queries
 
         def update() -> Softmax:
-            updated_rows = rows.update(queries, inputs.k, inputs.v, inputs.mask, form.scale)
+            if kernel:
+                block = attend_tile(queries, inputs.k, inputs.v, inputs.documents, _tile_form(tile, form))
+                updated_rows = rows.join(*block)
+            else:
+                updated_rows = rows.update(queries, inputs.k, inputs.v, inputs.mask, form.scale)
             return _put(softmax, updated_rows, tile.query)
 
         return _skip_if_masked(labels, inputs.mask, update, softmax)
@@ -123,6 +140,7 @@ def _forward(
 
 def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, labels, y, log_total = residuals
+    kernel = form.kernel and uses_kernel()
     y_dy = inner_product(y, dy)
 
     def visit(grads: Any, keys: _Keys, tile: Tile) -> Any:
@@ -130,11 +148,16 @@ def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[ja
         queries, log_total_rows, dy_rows, y_dy_rows = inputs.of_queries
 
         def add_gradients() -> Any:
-            scores = compute_scores(queries, inputs.k, inputs.mask, form.scale)
-            weights = jnp.exp(scores - log_total_rows)
-            dq, dk, dv = attention_gradients(
-                queries, inputs.k, inputs.v, weights, dy_rows, y_dy_rows, scale=form.scale, partial_sums=True
-            )
+            arrays = (queries, inputs.k, inputs.v)
+            if kernel:
+                tile_form = _tile_form(tile, form)
+                dq, dk, dv = tile_gradients(*arrays, log_total_rows, dy_rows, y_dy_rows, inputs.documents, tile_form)
+            else:
+                scores = compute_scores(queries, inputs.k, inputs.mask, form.scale)
+                weights = jnp.exp(scores - log_total_rows)
+                dq, dk, dv = attention_gradients(
+                    *arrays, weights, dy_rows, y_dy_rows, scale=form.scale, partial_sums=True
+                )
             of_queries, of_keys = grads
             of_queries = _add(of_queries, dq, tile.query)
             of_keys = _add(of_keys, (dk, dv), tile.key)
@@ -286,7 +309,16 @@ def _take_tile(keys: _Keys, tile: Tile, labels: jax.Array | None, of_queries: An
     k, v, k_labels = _cut(keys, tile.key, tile.size)
     of_queries, q_labels = _cut((of_queries, labels), tile.query, tile.size)
     mask = make_mask(of_queries[0], k, tile.ahead, q_labels, k_labels, window)
-    return TileInputs(k, v, mask, of_queries)
+    documents = None
+    if q_labels is not None:
+        documents = (q_labels[..., 0], k_labels[..., 0])
+    return TileInputs(k, v, mask, of_queries, documents)
+
+
+def _tile_form(tile: Tile, form: Form) -> TileForm:
+    """The options of a tile for the kernel; without blocks a causal one begins with the same query and key."""
+    assert tile.ahead in (None, 0), tile.ahead
+    return TileForm(causal=tile.ahead == 0, scale=form.scale)
 
 
 def _cut(tree: Any, start: Any, size: int) -> Any:

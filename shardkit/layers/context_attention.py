@@ -33,6 +33,7 @@ from shardkit.layers.attention import (
     make_labels,
     split_heads,
 )
+from shardkit.layers.attention_kernel import check_kernel
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.matmul import vary_alike
 from shardkit.layers.zigzag import Order, halve, join_token_axes
@@ -53,6 +54,7 @@ def ring_attention(
     window: int | None = None,
     block: int | None = None,
     scale: float | None = None,
+    kernel: bool = False,
 ) -> jax.Array:
     """Attention over a sequence with its tokens split over `axis`: keys and values pass around a ring.
 
@@ -77,6 +79,7 @@ def ring_attention(
             of `deal`, and tiles without a visible pair are skipped.
         block: size of the tiles of queries and keys, which are processed in sequence; None: whole chunks.
         scale: factor of the scores; None: 1/sqrt(K).
+        kernel: as for `dot_attention`; the result of each block of keys is rounded to the dtype of the queries.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -102,7 +105,7 @@ def ring_attention(
     names = in_plan_order("ring_attention", bound("ring_attention", axis))
     check_shapes("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
     labels = make_labels("ring_attention", q_btHK, segments_bt, positions_bt, window, causal)
-    form = Form(names, causal, order, block, choose_scale(q_btHK, scale), window)
+    form = Form(names, causal, order, block, choose_scale(q_btHK, scale), window, kernel)
     return _attend_in_ring("ring_attention", q_btHK, k_btGK, v_btGK, labels, form)
 
 
@@ -121,6 +124,7 @@ def ulysses_attention(
     window: int | None = None,
     block: int | None = None,
     scale: float | None = None,
+    kernel: bool = False,
 ) -> jax.Array:
     """Attention over a sequence with its tokens split over `axis`: it reshards by heads, and back.
 
@@ -136,7 +140,7 @@ def ulysses_attention(
         axis: axis name or tuple of names.
         ring: a second axis (or tuple) for the ring. It must come before `axis` in the mesh.
         order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` reorders a batch.
-        causal, segments_bt, positions_bt, window, block, scale: as for `ring_attention`.
+        causal, segments_bt, positions_bt, window, block, scale, kernel: as for `ring_attention`.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -180,7 +184,7 @@ def ulysses_attention(
     if ring is not None:
         ring_names = join_token_axes(where, ring, axis)[: -len(names)]
     labels = make_labels(where, q_btHK, segments_bt, positions_bt, window, causal)
-    form = Form(ring_names, causal, order, block, choose_scale(q_btHK, scale), window)
+    form = Form(ring_names, causal, order, block, choose_scale(q_btHK, scale), window, kernel)
     if n == 1:
         return _attend_in_ring(where, q_btHK, k_btGK, v_btGK, labels, form)
     repeats = math.lcm(groups, n) // groups
@@ -215,17 +219,21 @@ def _attend_in_ring(
                 "too. Pass one of them."
             )
         form = form._replace(causal=False)
-    _check_block(where, form, q_btHK.shape[1])
+    chunk = _check_block(where, form, q_btHK.shape[1])
+    if form.kernel:
+        check_kernel(where, chunk, positions=has_positions(labels), block=form.block)
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
     arrays = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)
     return join_heads(attend(*split_heads(*arrays), form))
 
 
-def _check_block(where: str, form: Form, tokens: int) -> None:
+def _check_block(where: str, form: Form, tokens: int) -> int:
+    """The tokens of a chunk; refuses a block that does not divide them."""
     chunk = halve(where, tokens) if form.order == "zigzag" else tokens
     if form.block is not None and (form.block < 1 or chunk % form.block):
         raise ValueError(
             f"{where}: block must divide the tokens of a chunk; got block {form.block} for chunks of {chunk} tokens. "
             "Choose a divisor, or leave it out."
         )
+    return chunk

@@ -43,6 +43,7 @@ class Axes:
         expert: expert parallelism.
         impl: with `sequence`, as for `all_gather_matmul`.
         stage: the axis of the pipeline, if the layers run as its stages.
+        kernel: attention by jax's kernel on TPUs, as for `dot_attention`.
     """
 
     model: Axis | None = None
@@ -53,6 +54,7 @@ class Axes:
     expert: Axis | None = None
     impl: Impl = "auto"
     stage: Axis | None = None
+    kernel: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -166,11 +168,20 @@ def _attend(
     if axes.ulysses is not None:
         order = "contiguous" if axes.context is None else axes.order
         return ulysses_attention(
-            q_bThK, k_bTgK, v_bTgK, axes.ulysses, ring=axes.context, order=order, segments_bt=segments_bT
+            q_bThK,
+            k_bTgK,
+            v_bTgK,
+            axes.ulysses,
+            ring=axes.context,
+            order=order,
+            segments_bt=segments_bT,
+            kernel=axes.kernel,
         )
     if axes.context is not None:
-        return ring_attention(q_bThK, k_bTgK, v_bTgK, axes.context, order=axes.order, segments_bt=segments_bT)
-    return dot_attention(q_bThK, k_bTgK, v_bTgK, segments_bt=segments_bT)
+        return ring_attention(
+            q_bThK, k_bTgK, v_bTgK, axes.context, order=axes.order, segments_bt=segments_bT, kernel=axes.kernel
+        )
+    return dot_attention(q_bThK, k_bTgK, v_bTgK, segments_bt=segments_bT, kernel=axes.kernel)
 
 
 @typed
