@@ -114,7 +114,11 @@ def test_the_program_of_a_tpu_holds_no_scores():
     report = sk.aot.compile(step, (*shapes, None), topology="v5e:2x2")
     # The scores of one tile are 32 MiB.
     assert report.memory.temp < 2 * 2048 * 2048 * 4
-    assert report.sent() == sk.census(step, *shapes, None).sent() and report.compute.kernels == 0
+    assert report.compute.kernels == 0
+    # Traced for no chip, attention writes its scores; it sends the same bytes.
+    with backends.tracing_for("tpu", "TPU v5 lite"):
+        by_kernel = sk.census(step, *shapes, None)
+    assert by_kernel.sent() == sk.census(step, *shapes, None).sent() == 28 * 2**20
     # Of nine tiles of 2,048 tokens two are causal, of which the kernel computes ten of sixteen blocks. There are two
     # matmuls forward, and three and four backward, since two kernels compute the scores and the gradients of weights.
     visited = 7 + 2 * 10 / 16
