@@ -36,6 +36,7 @@ MODELS = {
     "8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
     "70b": Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28_672, vocabulary=128_256),
     "8x0.6b": Model(16, 2048, 16, 32_768, kv_heads=8, ffn=5632, experts=8),
+    "1.5b kernel": Model(28, 2048, 16, 32_768, kv_heads=8, ffn=5632, kernel=True),
     "64x0.1b": Model(16, 2048, 16, 32_768, kv_heads=8, ffn=1024, experts=64, top_k=4),
 }
 
@@ -120,6 +121,11 @@ def rows() -> Iterator[Row]:
     yield Row("v5p:2x2x2", "1.5b", Layout(data=8, remat="full"))
     yield Row("v5p:2x2x2", "1.5b", Layout(data=4, tensor=2), 2)
     yield Row("v5p:2x2x2", "8x0.6b", Layout(fsdp=4, expert=2, remat="full"))
+    yield Row("v5e:2x4", "1.5b", Layout(fsdp=4, context=2, remat="full"), 1, 4096)
+    yield Row("v5e:2x4", "1.5b kernel", Layout(fsdp=4, context=2, remat="full"), 1, 4096)
+    yield Row("v5e:2x4", "1.5b kernel", Layout(fsdp=8, remat="full"), 1, 4096)
+    yield Row("v5p:2x2x2", "1.5b kernel", Layout(fsdp=8), 1, 4096)
+    yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=4, context=2), 1, 4096)
 
 
 def compiled(row: Row) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def search(
     *,
     sequence: int | None,
     axes: tuple[str, ...],
+    kernel: bool,
     efficiency: float,
     links: Path | None,
 ) -> LayoutSearch:
@@ -68,22 +69,22 @@ def search(
         "links": None if links is None else bench.links(bench.read(links)),
     }
     if ":" not in model:
+        sizes = _read_model(model)._replace(kernel=kernel)
         return _search_transformer(
-            model, batch, _SEQUENCE if sequence is None else sequence, axes, topology.devices, machine
+            sizes, batch, _SEQUENCE if sequence is None else sequence, axes, topology.devices, machine
         )
-    if sequence is not None or axes != AXES:
+    if sequence is not None or axes != AXES or kernel:
         raise ValueError(
-            "plan: --sequence and --axes need a transformer; got one for another model, with its examples over one "
-            "axis. Leave them out."
+            "plan: --sequence, --axes and --kernel need a transformer; got one for another model, with its examples "
+            "over one axis. Leave them out."
         )
     return _search_of_loss(model, batch, topology.devices, machine)
 
 
 def _search_transformer(
-    name: str, batch_text: str, sequence: int, axes: tuple[str, ...], chips: int, machine: dict[str, Any]
+    model: planner.Model, batch_text: str, sequence: int, axes: tuple[str, ...], chips: int, machine: dict[str, Any]
 ) -> LayoutSearch:
     """The layouts of a transformer, by its sizes."""
-    model = _read_model(name)
     batch = _read_sequences(batch_text, sequence)
     sizes: dict[str, Any] = {"batch": batch, "sequence": sequence}
     candidates = planner.kinds(planner.search(model, chips=chips, axes=axes, **machine, **sizes))

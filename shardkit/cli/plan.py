@@ -41,6 +41,8 @@ class Options(WithJson):
     """Tokens per sequence of a transformer; by default 4096."""
     axes: tuple[str, ...] = AXES
     """Axes of a transformer that may have more than one way."""
+    kernel: bool = False
+    """Attention of a transformer by jax's kernel for TPUs, which writes no scores to memory."""
     rows: int = 10
     """Number of layouts to show, each with other axes."""
     efficiency: float = 1.0
@@ -89,6 +91,7 @@ def plan(options: Options) -> int:
         topology,
         sequence=options.sequence,
         axes=options.axes,
+        kernel=options.kernel,
         efficiency=options.efficiency,
         links=options.links,
     )

@@ -143,9 +143,10 @@ class Candidate(NamedTuple):
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
+        config = self.config()  # refuses what is no transformer
         inside: dict[str, Any] = {axis: axis for axis in INSIDE if axis in self.layout.axes}
-        axes = transformer.Axes(**inside, sequence="model" in inside)
-        return grad_fn_of(self.config(), axes, self.layout.schedule)
+        axes = transformer.Axes(**inside, sequence="model" in inside, kernel=self.model.kernel)
+        return grad_fn_of(config, axes, self.layout.schedule)
 
 
 def grad_fn_of(config: transformer.Config, axes: transformer.Axes, schedule: Schedule | None) -> GradFn:

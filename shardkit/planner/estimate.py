@@ -143,6 +143,7 @@ def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequen
     check_at_most_a_billion(batch=batch, sequence=sequence)
     checks.one_of("planner", "remat", layout.remat, REMAT)
     check_machine(machine)
+    check_kernel(model, machine.chip)
     if batch % layout.parts:
         raise ValueError(
             f"planner: batch must be divisible by data * fsdp * expert * accumulate * microbatches; got {batch} over "
@@ -169,6 +170,14 @@ def _check_kinds(model: object, layout: object) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(
             f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
+        )
+
+
+def check_kernel(model: Model, chip: cost.Chip) -> None:
+    """Refuses the kernel of attention on a chip that is no TPU."""
+    if model.kernel and not chip.torus:
+        raise ValueError(
+            f"planner: the kernel of attention must run on TPUs; got kernel=True and chip {chip.name!r}. Leave it out."
         )
 
 

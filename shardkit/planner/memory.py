@@ -102,7 +102,7 @@ def find_peak(share: Share, chip: cost.Chip) -> Bytes:
     if is_accumulated:
         always += _F32 * layer_parts + (_BF16 + _F32) * sizes.tables * sizes.table
     saved = share.model.layers * count_saved(share, share.layout.remat)
-    saved += habits.attention_mask * sizes.scores
+    saved += habits.attention_mask * sizes.written_scores
     gradients = _F32 * layer_parts
 
     # With several microbatches the head is gathered once for all, and counted in `always`.
@@ -138,4 +138,4 @@ def _run_backward(share: Share, sizes: Sizes, habits: Habits) -> Bytes:
         score_bytes = max(score_bytes, _F32)  # the forward pass again, whose scores are in float32
     feed_forward = (_BF16 + _BF16 / 2) * sizes.inner  # of gate and up, and the product that both are made of
     recomputed = count_saved(share, "none") - count_saved(share, share.layout.remat)
-    return Bytes(weights, recomputed + max(score_bytes * sizes.scores, feed_forward))
+    return Bytes(weights, recomputed + max(score_bytes * sizes.written_scores, feed_forward))

@@ -29,7 +29,7 @@ NAMES_IN_CONFIG: Mapping[str, str] = MappingProxyType(
         "tied": "tied",
     }
 )
-_FLAGS = ("gated", "tied")
+_FLAGS = ("gated", "tied", "kernel")
 _MAY_BE_ZERO = ("experts", "shared", "dense", "attention", "extra")
 
 
@@ -55,6 +55,8 @@ class Model(NamedTuple):
         dense: the number of first layers that still have a feed-forward layer.
         attention: weights of one layer's attention. None: queries, keys, values and output.
         extra: further parameters of one layer, such as biases, and norms beyond two.
+        kernel: attention by the kernel for TPUs, as with `kernel=True` of `layers.dot_attention`; else its scores are
+            written to memory.
     """
 
     layers: int
@@ -74,6 +76,7 @@ class Model(NamedTuple):
     attention: int | None = None
     extra: int = 0
     capacity: float | None = 1.25
+    kernel: bool = False
 
     @classmethod
     def of(cls, source: transformer.Config | Mapping[str, Any] | str | os.PathLike[str]) -> Model:

@@ -19,6 +19,9 @@ from shardkit.planner.model import Model
 from shardkit.planner.share import Share
 from shardkit.planner.sizes import Sizes, count_sizes
 
+# Queries and keys of a block of the kernel, as in `layers/attention_kernel.py`.
+_KERNEL_BLOCK = 512
+
 
 class OperationCost(NamedTuple):
     """The work of one operation.
@@ -93,15 +96,49 @@ def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
 def time_attention(share: Share, machine: Machine) -> float:
     """Seconds of one layer's attention in a microbatch: products, softmax, and what remat repeats.
 
-    A device's tokens are compared with the tokens of one device, and in a ring with those of all of its context ways.
+    A device's tokens are compared with its own, and in a ring with those of all of its context ways. In zigzag order
+    it computes two of the four quarters of each block of another device, and three of its own.
     """
     sizes = count_sizes(share)
     habits = habits_of(machine.chip)
-    softmax = _count_softmax(sizes, share.model, habits)
-    operations = [*softmax, *_count_softmax_backward(sizes, share.model, habits)]
+    ways = share.layout.context
+    if share.model.kernel:
+        visited = _count_visited(share)
+        softmax = [_count_kernel(share, visited, matmuls=2)]
+        backward = [_count_kernel(share, visited, matmuls) for matmuls in (4, 3)]
+        blocks = 1.0
+    else:
+        softmax = _count_softmax(sizes, share.model, habits)
+        backward = _count_softmax_backward(sizes, share.model, habits)
+        blocks = 1.0 if ways == 1 else (2 * ways + 1) / 4
+    operations = [*softmax, *backward]
     if share.layout.remat != "none":
         operations += softmax
-    return share.layout.context * _time(operations, machine)
+    return blocks * _time(operations, machine)
+
+
+def _count_visited(share: Share) -> float:
+    """The scores that the kernel computes, over those of a device's tokens with its own.
+
+    Worked example: 2,048 tokens on one device are four blocks of 512. Of 16 blocks of scores ten are on or below the
+    diagonal: 0.625.
+    """
+    ways = share.layout.context
+    parts = 1 if ways == 1 else 2
+    blocks = max(1, share.sequence // parts // _KERNEL_BLOCK)
+    causal = (blocks + 1) / (2 * blocks)
+    if ways == 1:
+        return causal
+    # Two causal quarters and one whole of its own, and two of each other device.
+    return (2 * causal + 1 + 2 * (ways - 1)) / 4
+
+
+def _count_kernel(share: Share, visited: float, matmuls: int) -> OperationCost:
+    """One kernel of attention: it reads two arrays for each block of queries, or of keys, that it holds."""
+    sizes = count_sizes(share)
+    blocks = max(1, share.sequence // _KERNEL_BLOCK)
+    flops = 2 * matmuls * sizes.scores * visited * share.model.head
+    return OperationCost(flops, 2 * sizes.queries * (2 * blocks * visited + 2))
 
 
 def _time(operations: Iterable[OperationCost], machine: Machine) -> float:

@@ -19,6 +19,8 @@ from typing import NamedTuple
 from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
 
+_KERNEL_TOKENS = 128  # of which the kernel of attention needs a multiple
+
 
 class Share(NamedTuple):
     """What one device has of a step.
@@ -99,6 +101,14 @@ def find_misfit(model: Model, layout: Layout, sequence: int) -> str:
         return (
             f"a sequence must be divisible by tensor ways and by 2 * context; got {sequence} tokens over "
             f"{sequence_parts} parts. Choose another sequence or fewer ways."
+        )
+    tile = sequence // layout.context
+    if layout.context > 1:
+        tile //= 2
+    if model.kernel and tile % _KERNEL_TOKENS:
+        return (
+            f"the tokens of a tile must be a multiple of {_KERNEL_TOKENS} for the kernel; got {tile}, of {sequence} "
+            f"tokens over {layout.context} context ways. Choose another sequence, fewer ways, or kernel=False."
         )
     if layout.expert > 1 and not _experts_divide(model, layout.expert):
         return f"expert must divide the experts; got {layout.expert} for {model.experts} experts. Choose fewer ways."

@@ -30,7 +30,8 @@ class Sizes(NamedTuple):
         inner: results of gate and up, or of up alone; of experts, those of their rows.
         rows: rows of experts, times the model's width.
         scores: of attention, against the tokens that a device has.
-        saved_weights: scores that attention saves; a ring computes its own again.
+        written_scores: those in memory; a kernel writes none.
+        saved_weights: scores that attention saves; a ring and a kernel compute their own again.
         logits: of the head.
     """
 
@@ -46,6 +47,7 @@ class Sizes(NamedTuple):
     inner: float
     rows: float
     scores: float
+    written_scores: float
     saved_weights: float
     logits: float
 
@@ -84,7 +86,8 @@ def _count_sizes(model: Model, tensor: int, expert: int, batch: int, sequence: i
         inner=inner,
         rows=rows * hidden,
         scores=scores,
-        saved_weights=0 if is_ring else scores,
+        written_scores=0 if model.kernel else scores,
+        saved_weights=0 if is_ring or model.kernel else scores,
         logits=tokens * model.vocabulary / tensor,
     )
 

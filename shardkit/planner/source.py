@@ -73,7 +73,7 @@ def _write_transformer(candidate: Candidate, batch: int, sequence: int) -> str:
     return _MODULE.format(
         layout=layout,
         config=_write_config(candidate.config()),
-        axes=_write_axes(layout),
+        axes=_write_axes(layout, candidate.model.kernel),
         mesh=", ".join(f"{axis}={size}" for axis, size in layout.axes.items()),
         plan=_write_plan(layout),
         pipeline=pipeline,
@@ -97,10 +97,12 @@ def _write_config(config: transformer.Config) -> str:
 
 
 # The axes of the model are those of `Candidate.grad_fn`, written out; data and fsdp ways are the plan's alone.
-def _write_axes(layout: Layout) -> str:
+def _write_axes(layout: Layout, kernel: bool) -> str:
     axes = [f"{axis}={axis!r}" for axis in INSIDE if axis in layout.axes]
     if "model" in layout.axes:
         axes.append("sequence=True")
+    if kernel:
+        axes.append("kernel=True")
     return f"transformer.Axes({', '.join(axes)})"
 
 

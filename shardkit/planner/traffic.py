@@ -27,6 +27,7 @@ _LOSS_SUMS = 2 * 16  # bytes a token over tensor ways: four floats are summed
 # Bytes of an element.
 _BF16 = 2
 _F32 = 4
+_I32 = 4
 
 
 class AxisTraffic(NamedTuple):
@@ -131,7 +132,11 @@ def _count_layer_exchanges(share: Share) -> int:
 
 
 def _pass_keys_around(share: Share) -> AxisTraffic:
-    """Keys and values go round the ring in each layer, forward and backward, and their gradients with them."""
+    """Keys and values go round the ring in each layer, forward and backward, and their gradients with them.
+
+    Under "full" the forward pass runs again. Before each microbatch its tokens and targets are brought into zigzag
+    order: each device keeps half of its own if there are two.
+    """
     ways = share.layout.context
     if ways == 1:
         return AxisTraffic(0.0, 0)
@@ -144,7 +149,12 @@ def _pass_keys_around(share: Share) -> AxisTraffic:
         ways=ways,
         gradient_bytes=_F32,
     )
-    return AxisTraffic(share.layer_runs * volume.total, messages=share.layer_runs * 3 * ways)
+    forward_again = volume.forward if share.layout.remat == "full" else 0
+    batch: float = 2 * _I32 * share.tokens
+    if ways == 2:
+        batch /= 2
+    sent = share.layer_runs * (volume.total + forward_again) + share.passes * batch
+    return AxisTraffic(sent, messages=share.layer_runs * 3 * ways)
 
 
 def _exchange_rows(share: Share) -> AxisTraffic:

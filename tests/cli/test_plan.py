@@ -192,7 +192,7 @@ def test_nothing_fits(capsys):
             "emit": "-",
             "json": "-",
         },
-        "plan: --sequence and --axes need a transformer; got one for another model, "
+        "plan: --sequence, --axes and --kernel need a transformer; got one for another model, "
         "with its examples over one axis. Leave them out.": {"model": "train.py:make", "sequence": 128},
     }.items(),
 )

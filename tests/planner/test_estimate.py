@@ -12,10 +12,12 @@ from shardkit import cost, planner
 from shardkit.analysis.hlo.compute import clock_of
 from shardkit.planner import Layout, Model, memory, operations
 from shardkit.planner.habits import GPU, TPU
+from shardkit.planner.machine import Machine
 from shardkit.planner.memory import count_held
 from shardkit.planner.share import find_share
+from shardkit.planner.source import source_of
 from shardkit.planner.traffic import count_traffic
-from support.refusals import type_error
+from support.refusals import refused, type_error
 
 pytestmark = pytest.mark.check
 
@@ -205,7 +207,7 @@ def error_of(figure, rows, records):
 @pytest.mark.parametrize(
     ("habit", "figure", "of", "with_it", "without"),
     [
-        ("cast_layer", "peak", "TPU", 0.020, 0.051),
+        ("cast_layer", "peak", "TPU", 0.020, 0.057),
         ("attention_mask", "peak", "GPU", 0.029, 0.076),
         ("score_gradient", "peak", "GPU", 0.029, 0.043),
         ("score_pass", "compute", "GPU", 0.188, 0.306),
@@ -226,6 +228,45 @@ def test_predictions_get_worse_without_a_habit_of_the_compilers(habit, figure, o
         monkeypatch.setattr(module, "habits_of", lambda chip, reduced=reduced: reduced[bool(chip.torus)])
     assert error_of(figure, rows, records) == pytest.approx(without, abs=1e-3)
     assert without > 1.45 * with_it
+
+
+# ---- attention by a kernel, and in a ring
+
+
+def test_a_kernel_writes_no_scores_and_computes_half_of_them():
+    model = planned.MODELS["1.5b"]
+    job = {"chip": "v5e", "batch": 8, "sequence": 8192}
+    layout = Layout(fsdp=8, remat="full")
+    written, kernel = (planner.estimate(model._replace(kernel=each), layout, **job) for each in (False, True))
+    # Scores of 8,192 tokens and 16 heads in float32 are 4 GiB.
+    assert written.activation_bytes - kernel.activation_bytes >= 4 * 2**30
+    assert kernel.compute_seconds < 0.6 * written.compute_seconds and kernel.by_axis == written.by_axis
+    assert kernel.grad_fn() is not None and "kernel=True" in source_of(kernel, batch=8, sequence=8192)
+    assert "kernel" not in source_of(written, batch=8, sequence=8192)
+    # Of 8,192 tokens on one device ten of sixteen blocks of 2,048 would be visited, and of blocks of 512 136 of 256.
+    share = find_share(model._replace(kernel=True), layout, 8, 8192)
+    assert operations._count_visited(share) == 136 / 256
+    # In a ring of four a device has 2,048: its two causal quarters are two blocks each, of four three are visited.
+    ring = find_share(model._replace(kernel=True), Layout(fsdp=2, context=4), 8, 8192)
+    assert operations._count_visited(ring) == (2 * 3 / 4 + 1 + 2 * 3) / 4
+
+
+def test_a_ring_leaves_out_half_of_the_blocks():
+    machine = Machine(cost.chip("v5e"), 0.9, 1.0, None)
+    shares = [find_share(planned.MODELS["1.5b"], Layout(context=ways), 1, 4096 * ways) for ways in (1, 2, 8)]
+    times = [operations.time_attention(share, machine) for share in shares]
+    assert times[1] == pytest.approx(5 / 4 * times[0]) and times[2] == pytest.approx(17 / 4 * times[0])
+
+
+def test_where_the_kernel_does_not_run():
+    model = planned.MODELS["1.5b kernel"]
+    job = {"batch": 8, "sequence": 4096}
+    message = refused(lambda: planner.estimate(model, Layout(fsdp=8), chip="h100", **job))
+    assert "must run on TPUs; got kernel=True and chip 'h100'" in message
+    message = refused(lambda: planner.estimate(model, Layout(context=8), chip="v5e", batch=1, sequence=3072))
+    assert "multiple of 128 for the kernel; got 192, of 3072 tokens over 8 context ways" in message
+    layouts = {each.layout.context for each in planner.search(model, chip="v5e", chips=8, batch=8, sequence=1024)}
+    assert layouts == {1, 2, 4}  # in eight ways a tile would have 64 tokens
 
 
 # ---- links as measured
