@@ -18,7 +18,7 @@ import numpy as np
 
 from shardkit.testing.exact.crossings import DIVISOR, JUMP, Differences
 from shardkit.testing.exact.numbers.arithmetic import subtract
-from shardkit.testing.exact.numbers.field import NARROW, Field
+from shardkit.testing.exact.numbers.field import COINCIDING, NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal
@@ -51,10 +51,12 @@ class Decision:
         held: bool [...], where it was true in some draw.
         failed: where it was false.
         decided: where its operands leave no choice, as for a square and zero.
+        signed: where only their signs leave none: a square may still equal zero.
         words: which differences of numbers it compares with zero, but for a constant factor.
         ties: of these words, on which side of zero equal numbers are counted, by draw: two arrays [...], of words and
             of 1, -1 or 0 for none.
         tied: where its operands were equal in some draw, and all results were compared.
+        tied_freely: likewise, in a draw whose other numbers are neither zeros nor small whole numbers.
         identified: whether this run, of two points, has told `decided`.
         difference: float64 [...], the real difference of the operands in the first draw that has one; None in an order.
         rounding: float64 [...], by how much it may be rounded.
@@ -68,9 +70,11 @@ class Decision:
     held: np.ndarray
     failed: np.ndarray
     decided: np.ndarray
+    signed: np.ndarray | bool = False
     words: frozenset[int] = frozenset()
     ties: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     tied: np.ndarray | bool = False
+    tied_freely: np.ndarray | bool = False
     identified: bool = False
     difference: np.ndarray | None = None
     rounding: np.ndarray | float = 0.0
@@ -121,7 +125,9 @@ class Decision:
             self.decided = self.decided & is_decided
         self.words = self.words | other.words
         self.ties = self.ties + other.ties
+        self.signed = self.signed | other.signed
         self.tied = self.tied | other.tied
+        self.tied_freely = self.tied_freely | other.tied_freely
         self.excess += other.excess
 
 
@@ -163,7 +169,8 @@ class Coverage:
         asked = (x.poison == 0) & (y.poison == 0) & (x.infinite == 0) & (y.infinite == 0)
         asked, truth = np.broadcast_arrays(asked, truth)
         decision = Decision(line, equation.primitive.name + part, kind, truth & asked, ~truth & asked, ~asked)
-        decision.decided = decision.decided | _find_known_signs(field, x, y)
+        known_signs = _find_known_signs(field, x, y) & asked
+        decision.decided = decision.decided | known_signs
         is_draw = field.settings.order is None
         if is_draw:
             decision.difference = np.broadcast_to(x.real[0] - y.real[0], asked.shape)
@@ -174,14 +181,20 @@ class Coverage:
         if field.settings.points > 1 and (self.identifies or not is_draw):
             difference = _subtract_at_points(field, x, y)
             decision.identified = True
-            decision.decided = decision.decided | _find_constants(field, x, y, difference)
+            is_constant = _find_constants(field, x, y, difference)
+            decision.decided = decision.decided | is_constant
             if self.identifies:
+                decision.signed = known_signs & ~is_constant
                 words = np.broadcast_to(_hash_difference(field, difference), asked.shape)
                 decision.words = frozenset(words[~decision.decided].tolist())
-                decision.ties = _find_ties(equation.primitive.name, words, x, y, ~decision.decided)
+                may_tie = ~decision.decided | decision.signed
+                decision.ties = _find_ties(equation.primitive.name, words, x, y, may_tie)
                 self.constants |= _list_logs_of_constants(field, x) | _list_logs_of_constants(field, y)
         if field.planted:
             decision.tied = asked & find_equal(field, x, y)
+            # `where(s > 0.25, z, 0)` for the share s = z / (z + w) shows no tie of z = 0 and w = 0.
+            if field.settings.kind not in COINCIDING:
+                decision.tied_freely = decision.tied
             # `max(x, 0)` of an x that was made 0 takes x, and shows nothing of an x above 0.
             if kind == ORDER:
                 decision.held = decision.held & ~decision.tied
@@ -330,6 +343,7 @@ class Coverage:
         """As if no numbers had been equal: of inputs for which not all results are compared."""
         for decision in self.decisions.values():
             decision.tied = False
+            decision.tied_freely = False
 
     def list_untied(self) -> list[Decision]:
         """Comparisons that both sides make, that differ for equal numbers, and that no draw made of equal numbers.
@@ -337,12 +351,13 @@ class Coverage:
         Worked example: one side asks `x / y > 1`, the other `x / y >= 1`. Both compare the same difference. Where it is
         zero, one side takes what it takes for negative ones, the other what it takes for positive ones. A draw in which
         it is zero for one element stands for others of the same line: but for those that some input was to make equal,
-        and did not. Of `x` and `tanh(x) + x**2` beside each other, the former alone is linear.
+        and did not. Of `x` and `tanh(x) + x**2` beside each other, the former alone is linear. Draws of zeros and of
+        whole numbers do not count: there other numbers are zero too, which may be why nothing is seen.
         """
         decisions = []
         for key, places in self.find_differing_ties().items():
             decision = self.decisions[key]
-            is_met = np.broadcast_to(decision.tied, places.shape) & places
+            is_met = np.broadcast_to(decision.tied_freely, places.shape) & places
             tried = np.zeros(places.size, bool)
             indices = [index for index in self.tried.get(key[:3], ()) if index < places.size]
             tried[indices] = True
@@ -355,7 +370,7 @@ class Coverage:
         """The keys of the comparisons that differ for equal numbers, of which some have not been met."""
         keys = []
         for key, places in self.find_differing_ties().items():
-            if (places & ~self.decisions[key].tied).any():
+            if (places & ~self.decisions[key].tied_freely).any():
                 keys.append(key)
         return keys
 
@@ -381,7 +396,7 @@ class Coverage:
             places = np.zeros(decision.held.shape, bool)
             for words, signs in decision.ties:
                 places = places | ((signs != 0) & np.isin(words, differing))
-            places = places & ~decision.decided
+            places = places & (~decision.decided | decision.signed)
             if places.any():
                 places_by_key[key] = places
         return places_by_key

@@ -18,12 +18,14 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from shardkit._arguments.checks import quote
+from shardkit.testing.exact.numbers.errors import NestedLogarithmsError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import highest_residues
@@ -41,7 +43,14 @@ def is_number(x: Operand) -> bool:
 
 def take_residues(field: Field, x: Operand) -> np.ndarray:
     """The residues that every value has, [points, ...]."""
-    return highest_residues(field, to_number(field, lift_operand(field, x)))
+    lifted = lift_operand(field, x)
+    try:
+        number = to_number(field, lifted)
+    except NestedLogarithmsError:
+        # Logarithms are nested deeper on the way to a value than in any comparison or result. Such a value is known
+        # again where it was computed alike.
+        number = replace(lifted, number=field.residues.hash("nested", lifted.number, lifted.factor), factor=None)
+    return highest_residues(field, number)
 
 
 def digest(residues: np.ndarray) -> bytes:

@@ -107,8 +107,14 @@ def _changes_a_result(key: Any, draws: Iterable[_Draw], turn: np.ndarray) -> boo
 
 
 def _is_hidden(key: Any, draws: Iterable[_Draw], turn: np.ndarray | str) -> bool:
-    """Whether choices hide the outcome of a comparison in all draws in which numbers depend on it."""
+    """Whether choices hide the outcome of a comparison in all draws in which numbers depend on it.
+
+    Worked example: `max(where(x > 0, y / x, 0), z)` beside one with `x >= 0`. At x = 0 a positive y makes one side
+    infinite, which is not compared, and of a negative y the maximum is z. So no draw tells that 0 may be larger than z.
+    """
     hides = False
+    tells = False
+    is_excluded = False
     for draw in draws:
         try:
             plain = draw.plain
@@ -116,9 +122,14 @@ def _is_hidden(key: Any, draws: Iterable[_Draw], turn: np.ndarray | str) -> bool
         except _MEANINGLESS:
             continue
         if changed.results != plain.results:
+            # With equal numbers a divisor may be zero, and whether one side alone is infinite then is not compared.
+            if turn is TIES and not (plain.are_numbers and changed.are_numbers):
+                is_excluded = True
+                continue
             return False
+        tells = True
         hides = hides or draw.hides({key[1:3]: turn}, changed)
-    return hides
+    return hides or (is_excluded and not tells)
 
 
 def _is_mask(x: Operand) -> bool:
@@ -211,13 +222,16 @@ class _Run:
     Attributes:
         record: its values.
         results: signatures of the results.
+        are_numbers: whether no element of a result is NaN or infinite.
     """
 
     def __init__(self, side: Side, field: Field):
         self.record = Record()
         self._field = field
         self._signatures: dict[int, Any] = {}
-        self.results = [self._sign(x) for x in side(field, self.record)]
+        results = side(field, self.record)
+        self.results = [self._sign(x) for x in results]
+        self.are_numbers = not any(isinstance(x, Exact) and x.special for x in results)
 
     def find_ends(self, other: _Run) -> list[Event]:
         """The events that read other numbers in another run, and give the same results.

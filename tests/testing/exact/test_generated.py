@@ -55,16 +55,22 @@ def test_a_pair_that_overflows_is_refuted(seed):
 # and a logarithm that is outside of its domain in some element of every input; a comparison of one side that no result
 # shows in any draw, one whose inputs must be put next to the number that it is compared with, and a tie that no result
 # shows; a threshold of what is a constant in the first draws, and a tie of elements that a mask of zeros hides; a tie
-# of nested logarithms, and eight comparisons at once, which floats of a compiler that drops NaN from a minimum hid.
+# of nested logarithms, and eight comparisons at once, which floats of a compiler that drops NaN from a minimum hid;
+# ties that were met at zeros alone, and a tie of a number that is never negative with zero.
 @pytest.mark.parametrize(
     "seed",
     [
         *(12620, 16213, 17072, 17334, 17409, 1217, 692, 14060, 20954),
-        *(40209, 41231, 41443, 71306, 200696, 203293, 406787, 206924, 4011196, 4016703),
+        *(40209, 41231, 41443, 71306, 200696, 203293, 406787, 206924, 4011196, 4016703, 1882, 5915),
     ],
 )
 def test_a_pair_that_was_proved_is_not(seed):
     assert judged(drawn(seed)).outcome in ("refuted", "refused")
+
+
+# A value on the way nests logarithms deeper than any result.
+def test_a_pair_whose_values_are_signed_does_not_crash():
+    assert judged(drawn(54107)).outcome == "refused"
 
 
 # An element that was placed had a component more than the inputs of a later draw, which needed fewer primes.

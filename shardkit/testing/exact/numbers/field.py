@@ -78,6 +78,8 @@ NARROW = "narrow"  # about zero
 ROWS = "rows"  # rows, columns and blocks are zero, of one number, or all the same, as padding and duplicates are
 WHOLE = "whole"  # small whole numbers, or halves of them: computed numbers are then equal too
 PLANTED = ("alike", "repeated", "zero", ROWS, WHOLE)
+# Those of which more numbers are equal, or zero, than were to be.
+COINCIDING = ("zero", ROWS, WHOLE)
 _ALL_KINDS = {ANY, *KINDS, MIXED, SIMILAR, NARROW, *SCALED, *PLANTED}
 # Where a divisor is zero at some point by chance, the points are drawn again, at most so many times.
 SEEDS = 8
