@@ -4,32 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import CostEstimate
 
 from shardkit._jax import compat
+from shardkit._jax.backends import platform
 from shardkit._jax.interpreter import JaxprInterpreter
 
-# Whether kernels are interpreted, operation by operation, on any platform. jax keeps traces by this context too.
-_INTERPRETED: Any = jax.make_user_context(False)
+# How kernels are traced here: "interpreted", "written out" or, as on the platform, "". jax keeps traces by it too.
+_FORM: Any = jax.make_user_context("")
+
+
+class KernelCost(NamedTuple):
+    """What a kernel computes and moves.
+
+    Attributes:
+        flops: of its matmuls.
+        exps: exponentials.
+        moved: bytes that it reads and writes in the device's memory.
+    """
+
+    flops: int
+    exps: int
+    moved: int
 
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Kernels inside run on any platform, slowly: for tests."""
-    with _INTERPRETED(True):
+    """Kernels for TPUs inside run on any platform, operation by operation: for tests."""
+    with _FORM("interpreted"):
         yield
 
 
-def is_interpreting() -> bool:
-    """Whether kernels are interpreted here."""
-    return bool(_INTERPRETED.value)
+@contextmanager
+def writing_kernels_out() -> Iterator[None]:
+    """Functions with a kernel inside are traced in their other form, on TPUs too, as a proof must read them."""
+    with _FORM("written out"):
+        yield
 
 
-def call_kernel(function: Callable[..., Any], costs: Sequence[CostEstimate], *operands: jax.Array) -> Any:
+def uses_tpu_kernels() -> bool:
+    """Whether a function that has a kernel for TPUs is traced with it."""
+    if _FORM.value == "":
+        return platform() == "tpu"
+    return bool(_FORM.value == "interpreted")
+
+
+def call_kernel(function: Callable[..., Any], costs: Sequence[KernelCost], *operands: jax.Array) -> Any:
     """The results of a function with Pallas kernels, which vary over the axes over which any operand does.
 
     Pallas asks each kernel over which axes its results vary, and kernels that do not say so are refused with
@@ -41,8 +64,13 @@ def call_kernel(function: Callable[..., Any], costs: Sequence[CostEstimate], *op
         operands: its arguments.
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    # Kernels that jax ships rely on its own rules of promotion, whatever a user has set.
-    with compat.untracked(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    # Kernels that jax ships rely on its own rules of promotion and on 32 bits, whatever a user has set.
+    with (
+        compat.untracked(),
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         program, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
     axes: frozenset[str] = frozenset()
     for x in operands:
@@ -54,7 +82,7 @@ def call_kernel(function: Callable[..., Any], costs: Sequence[CostEstimate], *op
 class _TypedProgram(JaxprInterpreter[Any]):
     """Runs a program in which every value varies over the same axes."""
 
-    def __init__(self, axes: frozenset[str], costs: Iterator[CostEstimate]):
+    def __init__(self, axes: frozenset[str], costs: Iterator[KernelCost]):
         self.axes = axes
         self.costs = costs
 
@@ -66,12 +94,21 @@ class _TypedProgram(JaxprInterpreter[Any]):
 
     def equation(self, equation: Any, operands: list[Any]) -> Sequence[jax.Array]:
         if equation.primitive.name == "pallas_call":
-            avals = tuple(compat.with_varying(aval, self.axes) for aval in equation.params["out_avals"])
-            changed = {"out_avals": avals, "cost_estimate": next(self.costs)}
-            if is_interpreting():
-                changed["interpret"] = True
-            equation = equation.replace(params={**equation.params, **changed})
+            equation = equation.replace(params={**equation.params, **self._change_kernel(equation)})
         return [self._vary(x) for x in compat.bind(equation, operands)]
+
+    def _change_kernel(self, equation: Any) -> dict[str, Any]:
+        """The parameters of a kernel that are other ones here: types, cost, and whether it is interpreted."""
+        from jax.experimental.pallas import CostEstimate
+
+        cost = next(self.costs)
+        changed: dict[str, Any] = {
+            "out_avals": tuple(compat.with_varying(aval, self.axes) for aval in equation.params["out_avals"]),
+            "cost_estimate": CostEstimate(flops=cost.flops, transcendentals=cost.exps, bytes_accessed=cost.moved),
+        }
+        if _FORM.value == "interpreted":
+            changed["interpret"] = True
+        return changed
 
     def _vary(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
+from shardkit._jax.pallas import uses_tpu_kernels
 from shardkit.collectives._sums import dot_dtype, save_as_dot
-from shardkit.layers.attention_kernel import TileForm, attend_tile, check_kernel, tile_gradients, uses_kernel
+from shardkit.layers.attention_kernel import TileForm, attend_tile, check_kernel, tile_gradients
 from shardkit.layers.matmul import vary_alike
 from shardkit.on_device.means import describe_type
 
@@ -51,8 +52,9 @@ def dot_attention(
             all.
         scale: factor of the scores; None: 1/sqrt(K).
         kernel: compute it on TPUs by the Pallas kernel that jax ships, which writes no scores to memory. T must be a
-            multiple of 128, and there are no positions. On CPUs, and so in a proof, the same function runs as without
-            it; GPUs are refused.
+            multiple of 128, K at most 128 or a multiple of it, the dtype float32 or bfloat16; there are no positions
+            and no second derivatives. On CPUs, in `emulate` and in a proof the same function runs as without it; GPUs
+            are refused.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -62,7 +64,7 @@ def dot_attention(
             what the kernel does not compute.
 
     Cost: nothing is sent; temporary memory of b H T T scores, and as many weights in the dtype of v as residuals. The
-        kernel needs neither, and keeps two float32 numbers of each query and head.
+        kernel needs neither, and keeps a float32 number of each query and head.
 
     Example:
         >>> q, k = jnp.ones((1, 6, 4, 8)), jnp.ones((1, 6, 2, 8))  # two query heads share each key/value head
@@ -79,8 +81,8 @@ def dot_attention(
     causal_by_order = causal and positions_bt is None  # else the labels say which token is earlier
     form = Scoring(causal_by_order, window, choose_scale(q, scale))
     if kernel:
-        check_kernel("dot_attention", q.shape[-2], positions=positions_bt is not None, block=None)
-        if uses_kernel():
+        check_kernel("dot_attention", (q, k, v), q.shape[-2], positions=positions_bt is not None, block=None)
+        if uses_tpu_kernels():
             return join_heads(_attend_by_kernel(q, k, v, labels, TileForm(causal, form.scale)))
     return join_heads(_attend(q, k, v, labels, form))
 

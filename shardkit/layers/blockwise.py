@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardkit._jax.pallas import uses_tpu_kernels
 from shardkit.collectives import axis_index, axis_size, shift
 from shardkit.collectives._sums import save_as_dot, wide_zeros
 from shardkit.layers.attention import (
@@ -24,7 +25,7 @@ from shardkit.layers.attention import (
     inner_product,
     make_mask,
 )
-from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients, uses_kernel
+from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients
 from shardkit.layers.zigzag import Order
 
 
@@ -115,7 +116,7 @@ def attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    kernel = form.kernel and uses_kernel()
+    kernel = form.kernel and uses_tpu_kernels()
 
     def visit(softmax: Softmax, keys: _Keys, tile: Tile) -> Softmax:
         inputs = _take_tile(keys, tile, labels, (q, softmax), form.window)
@@ -140,7 +141,7 @@ def _forward(
 
 def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, labels, y, log_total = residuals
-    kernel = form.kernel and uses_kernel()
+    kernel = form.kernel and uses_tpu_kernels()
     y_dy = inner_product(y, dy)
 
     def visit(grads: Any, keys: _Keys, tile: Tile) -> Any:

@@ -86,8 +86,8 @@ def ring_attention(
 
     Raises:
         ValueError: an unbound axis, axes in another order than the plan's, an unknown order, an odd number of tokens
-            per device in zigzag order, a block that does not divide a chunk, inconsistent shapes, or positions in
-            zigzag order.
+            per device in zigzag order, a block that does not divide a chunk, inconsistent shapes, positions in zigzag
+            order, or what the kernel does not compute.
 
     Cost: forward n-1 times this device's keys, values, segments and positions, in n-1 hops; backward the same, and n
         times the gradients of its keys and values in float32. An axis of one device sends nothing.
@@ -147,8 +147,8 @@ def ulysses_attention(
 
     Raises:
         ValueError: an unbound axis, axes in another order than the plan's, heads not divisible by n, zigzag order
-            without a ring, a ring that comes after `axis` in the mesh, a block that does not divide a chunk, or
-            inconsistent shapes.
+            without a ring, a ring that comes after `axis` in the mesh, a block that does not divide a chunk,
+            inconsistent shapes, or what the kernel does not compute.
 
     Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
         n-1 times the segments and positions. A ring adds the cost of `ring_attention`, for n times the tokens and 1/n
@@ -221,7 +221,8 @@ def _attend_in_ring(
         form = form._replace(causal=False)
     chunk = _check_block(where, form, q_btHK.shape[1])
     if form.kernel:
-        check_kernel(where, chunk, positions=has_positions(labels), block=form.block)
+        queries_and_keys = (q_btHK, k_btGK, v_btGK)
+        check_kernel(where, queries_and_keys, chunk, positions=has_positions(labels), block=form.block)
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
     arrays = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardkit.layers.attention_kernel import count_costs
 from shardkit.planner.habits import Habits, habits_of
 from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
@@ -18,9 +19,6 @@ from shardkit.planner.memory import count_saved
 from shardkit.planner.model import Model
 from shardkit.planner.share import Share
 from shardkit.planner.sizes import Sizes, count_sizes
-
-# Queries and keys of a block of the kernel, as in `layers/attention_kernel.py`.
-_KERNEL_BLOCK = 512
 
 
 class OperationCost(NamedTuple):
@@ -97,48 +95,46 @@ def time_attention(share: Share, machine: Machine) -> float:
     """Seconds of one layer's attention in a microbatch: products, softmax, and what remat repeats.
 
     A device's tokens are compared with its own, and in a ring with those of all of its context ways. In zigzag order
-    it computes two of the four quarters of each block of another device, and three of its own.
+    that is two of the four quarters of each block of another device, and three of its own. A ring's backward pass
+    computes the scores again.
     """
+    ways = share.layout.context
+    repeats = share.layout.remat != "none"
+    if share.model.kernel:
+        return _time(_list_kernels(share, repeats), machine)
     sizes = count_sizes(share)
     habits = habits_of(machine.chip)
-    ways = share.layout.context
-    if share.model.kernel:
-        visited = _count_visited(share)
-        softmax = [_count_kernel(share, visited, matmuls=2)]
-        backward = [_count_kernel(share, visited, matmuls) for matmuls in (4, 3)]
-        blocks = 1.0
-    else:
-        softmax = _count_softmax(sizes, share.model, habits)
-        backward = _count_softmax_backward(sizes, share.model, habits)
-        blocks = 1.0 if ways == 1 else (2 * ways + 1) / 4
-    operations = [*softmax, *backward]
-    if share.layout.remat != "none":
+    softmax = _count_softmax(sizes, share.model, habits)
+    operations = [*softmax, *_count_softmax_backward(sizes, share.model, habits)]
+    if repeats:
         operations += softmax
+    elif ways > 1:
+        operations.append(softmax[0])
+    blocks = 1.0 if ways == 1 else (2 * ways + 1) / 4
     return blocks * _time(operations, machine)
 
 
-def _count_visited(share: Share) -> float:
-    """The scores that the kernel computes, over those of a device's tokens with its own.
+def _list_kernels(share: Share, repeats: bool) -> list[OperationCost]:
+    """The kernels of one layer's attention in a microbatch.
 
-    Worked example: 2,048 tokens on one device are four blocks of 512. Of 16 blocks of scores ten are on or below the
-    diagonal: 0.625.
+    Worked example: a ring of four devices in zigzag order, 2,048 tokens on each. Its tiles are quarters, of 1,024
+    queries and as many keys: of its own keys two causal ones and a whole one, and two whole ones of each other device.
     """
     ways = share.layout.context
-    parts = 1 if ways == 1 else 2
-    blocks = max(1, share.sequence // parts // _KERNEL_BLOCK)
-    causal = (blocks + 1) / (2 * blocks)
-    if ways == 1:
-        return causal
-    # Two causal quarters and one whole of its own, and two of each other device.
-    return (2 * causal + 1 + 2 * (ways - 1)) / 4
-
-
-def _count_kernel(share: Share, visited: float, matmuls: int) -> OperationCost:
-    """One kernel of attention: it reads two arrays for each block of queries, or of keys, that it holds."""
-    sizes = count_sizes(share)
-    blocks = max(1, share.sequence // _KERNEL_BLOCK)
-    flops = 2 * matmuls * sizes.scores * visited * share.model.head
-    return OperationCost(flops, 2 * sizes.queries * (2 * blocks * visited + 2))
+    heads = int(share.batch * share.model.heads / share.layout.tensor)
+    tiles = [(True, 1)]
+    tokens = share.sequence
+    if ways > 1:
+        tiles = [(True, 2), (False, 1 + 2 * (ways - 1))]
+        tokens //= 2
+    operations = []
+    for causal, count in tiles:
+        forward, of_keys, of_queries = count_costs(heads, tokens, share.model.head, itemsize=2, causal=causal)
+        kernels = [forward, of_keys, of_queries]
+        if repeats:
+            kernels.append(forward)
+        operations += [OperationCost(count * kernel.flops, count * kernel.moved) for kernel in kernels]
+    return operations
 
 
 def _time(operations: Iterable[OperationCost], machine: Machine) -> float:

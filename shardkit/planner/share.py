@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardkit.layers.attention_kernel import LANES, fits_lanes
 from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
-
-_KERNEL_TOKENS = 128  # of which the kernel of attention needs a multiple
 
 
 class Share(NamedTuple):
@@ -105,10 +104,15 @@ def find_misfit(model: Model, layout: Layout, sequence: int) -> str:
     tile = sequence // layout.context
     if layout.context > 1:
         tile //= 2
-    if model.kernel and tile % _KERNEL_TOKENS:
+    if model.kernel and tile % LANES:
         return (
-            f"the tokens of a tile must be a multiple of {_KERNEL_TOKENS} for the kernel; got {tile}, of {sequence} "
-            f"tokens over {layout.context} context ways. Choose another sequence, fewer ways, or kernel=False."
+            f"the tokens of a tile must be a multiple of {LANES} for the kernel; got {tile}, of {sequence} tokens over "
+            f"{layout.context} context ways. Choose another sequence, fewer ways, or kernel=False."
+        )
+    if model.kernel and not fits_lanes(model.head):
+        return (
+            f"the head size must be at most {LANES} or a multiple of it for the kernel; got {model.head}. Choose "
+            "kernel=False."
         )
     if layout.expert > 1 and not _experts_divide(model, layout.expert):
         return f"expert must divide the experts; got {layout.expert} for {model.experts} experts. Choose fewer ways."

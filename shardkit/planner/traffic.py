@@ -134,8 +134,8 @@ def _count_layer_exchanges(share: Share) -> int:
 def _pass_keys_around(share: Share) -> AxisTraffic:
     """Keys and values go round the ring in each layer, forward and backward, and their gradients with them.
 
-    Under "full" the forward pass runs again. Before each microbatch its tokens and targets are brought into zigzag
-    order: each device keeps half of its own if there are two.
+    Where remat repeats a layer, the ring runs forward again. Before each microbatch its tokens and targets are brought
+    into zigzag order: each device keeps half of its own if there are two.
     """
     ways = share.layout.context
     if ways == 1:
@@ -149,12 +149,16 @@ def _pass_keys_around(share: Share) -> AxisTraffic:
         ways=ways,
         gradient_bytes=_F32,
     )
-    forward_again = volume.forward if share.layout.remat == "full" else 0
+    messages = 3 * ways
+    forward_again = 0.0
+    if share.layout.remat != "none":
+        forward_again = volume.forward
+        messages += ways
     batch: float = 2 * _I32 * share.tokens
     if ways == 2:
         batch /= 2
     sent = share.layer_runs * (volume.total + forward_again) + share.passes * batch
-    return AxisTraffic(sent, messages=share.layer_runs * 3 * ways)
+    return AxisTraffic(sent, messages=share.layer_runs * messages)
 
 
 def _exchange_rows(share: Share) -> AxisTraffic:

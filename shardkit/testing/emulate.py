@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._arguments.checks import divides
 from shardkit._arguments.typed import ARRAYS, check_kind, typed
+from shardkit._jax.pallas import writing_kernels_out
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, check_spec, path_name, spec_axes
 from shardkit.testing._compare import distance, is_spec_or_none
@@ -97,7 +98,8 @@ def emulate(
         leaves = _list_leaves(args, specs, mesh)
         # A call that raised has left its notes here.
         unequal.clear()
-        out = run_all_devices(leaves, specs, jax.tree.structure(args))
+        with writing_kernels_out():
+            out = run_all_devices(leaves, specs, jax.tree.structure(args))
         jax.effects_barrier()  # the callbacks that find unequal values have run
         if unequal:
             raise ValueError(f"emulate: {unequal[0]}")

@@ -139,6 +139,8 @@ def test_the_state_is_what_a_train_step_holds():
 
 
 OF_BOTH = [Layout(2, 2, 2, 2, "full"), Layout(fsdp=2, tensor=2, remat="selective")]
+OF_RINGS = [Layout(fsdp=2, context=2, remat=remat) for remat in ("none", "selective", "full")]
+OF_RINGS.append(Layout(context=4, accumulate=2))
 OF_EXPERTS = [
     Layout(expert=8, remat="full"),
     Layout(data=2, expert=4),
@@ -153,7 +155,7 @@ OF_EXPERTS = [
 @pytest.mark.quick(
     "data=2 fsdp=2 tensor=2 accumulate=2 remat=full", "data=1 fsdp=2 tensor=2 accumulate=1 remat=full expert=2"
 )
-@pytest.mark.parametrize("layout", [*OF_BOTH, *OF_EXPERTS], ids=str)
+@pytest.mark.parametrize("layout", [*OF_BOTH, *OF_RINGS, *OF_EXPERTS], ids=str)
 def test_what_is_sent_is_what_the_census_counts(layout):
     model = Model(layers=2, hidden=1024, heads=4, kv_heads=2, ffn=1536, vocabulary=2048)
     if layout in OF_EXPERTS:
@@ -243,19 +245,25 @@ def test_a_kernel_writes_no_scores_and_computes_half_of_them():
     assert kernel.compute_seconds < 0.6 * written.compute_seconds and kernel.by_axis == written.by_axis
     assert kernel.grad_fn() is not None and "kernel=True" in source_of(kernel, batch=8, sequence=8192)
     assert "kernel" not in source_of(written, batch=8, sequence=8192)
-    # Of 8,192 tokens on one device ten of sixteen blocks of 2,048 would be visited, and of blocks of 512 136 of 256.
+    # Of 8,192 tokens on one device 136 of 256 blocks are visited: forward, again, and backward eleven matmuls.
     share = find_share(model._replace(kernel=True), layout, 8, 8192)
-    assert operations._count_visited(share) == 136 / 256
-    # In a ring of four a device has 2,048: its two causal quarters are two blocks each, of four three are visited.
-    ring = find_share(model._replace(kernel=True), Layout(fsdp=2, context=4), 8, 8192)
-    assert operations._count_visited(ring) == (2 * 3 / 4 + 1 + 2 * 3) / 4
+    kernels = operations._list_kernels(share, repeats=True)
+    assert sum(kernel.flops for kernel in kernels) == 11 * 2 * 128 * 16 * 136 * 512**2
+    # In a ring of four a device has 2,048. Of a causal quarter three of four blocks are visited; seven are whole.
+    ring = find_share(model._replace(kernel=True), Layout(fsdp=2, context=4), 2, 8192)
+    kernels = operations._list_kernels(ring, repeats=False)
+    assert sum(kernel.flops for kernel in kernels) == 9 * 2 * 128 * 16 * (2 * 3 + 7 * 4) * 512**2
 
 
 def test_a_ring_leaves_out_half_of_the_blocks():
     machine = Machine(cost.chip("v5e"), 0.9, 1.0, None)
     shares = [find_share(planned.MODELS["1.5b"], Layout(context=ways), 1, 4096 * ways) for ways in (1, 2, 8)]
-    times = [operations.time_attention(share, machine) for share in shares]
+    repeated = [share._replace(layout=share.layout._replace(remat="full")) for share in shares]
+    times = [operations.time_attention(share, machine) for share in repeated]
     assert times[1] == pytest.approx(5 / 4 * times[0]) and times[2] == pytest.approx(17 / 4 * times[0])
+    # Without recomputation a ring computes its scores once more than one device.
+    times = [operations.time_attention(share, machine) for share in shares]
+    assert times[2] == pytest.approx(17 / 5 * times[1]) and times[1] > 1.05 * 5 / 4 * times[0]
 
 
 def test_where_the_kernel_does_not_run():

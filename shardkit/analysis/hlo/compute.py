@@ -32,7 +32,7 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 # that asynchronous copies brought onto the chip beside each other.
 _FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast")
 _SLICES = {"dynamic-slice", "slice", "gather"}  # they read of their first operand as much as they return
-# Targets of custom calls into libraries and kernels. Of those that do not say their FLOPs reports count the calls.
+# Targets of custom calls into libraries and kernels. A kernel may state its FLOPs; of others reports count the calls.
 _KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
 _MOVES_DATA = ("copy-done", "all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
 _DEVICE = 0  # xla's number of the device's large memory
@@ -55,7 +55,7 @@ _BASE_DILATION = 6
 class Work(NamedTuple):
     """The work of some instructions: FLOPs of matmuls, bytes read and written, seconds by the model.
 
-    `kernels` counts calls of library or custom kernels that do not say their FLOPs.
+    `kernels` counts calls of library or custom kernels that do not state their FLOPs.
     """
 
     flops: int = 0
@@ -156,8 +156,9 @@ class ModuleWork:
         estimate = instruction.config.get("custom_call_config", {}).get("cost_estimate")
         if kernels and estimate:  # a kernel of Pallas with `cost_estimate=`
             kernels = 0
-            flops = int(estimate["flops"])
-            size = int(estimate["bytes_accessed"])
+            flops = int(estimate.get("flops", 0))
+            # What it reads several times is in the estimate alone.
+            size = max(size, int(estimate.get("bytes_accessed", 0)))
         return Work(flops, size, self.seconds(flops, size), kernels)
 
     def _largest_branch(self, conditional: proto.Instruction) -> Work:

@@ -20,9 +20,9 @@ _NAME = "unawaited-start"
 def unawaited(program: TracedProgram) -> Iterator[Finding]:
     """Futures of which nobody asks for the array, and those that are awaited in a branch or a loop.
 
-    The compiler leaves out a collective that nobody awaits. So no number is wrong, and no transfer is hidden behind the
-    computation as somebody believes. A future in a branch or in a loop does not compile: no compiler of jax 0.12 takes
-    a start and its end apart.
+    The compiler leaves out a collective that nobody awaits: no number is wrong, but nothing is sent either. A future in
+    a branch or in a loop does not compile: the compilers of jax 0.12 need the start and the `done` of a collective in
+    one computation.
     """
     for site in walk(program.step.jaxpr):
         if not registered(site.name).starts:
@@ -48,7 +48,7 @@ def unawaited(program: TracedProgram) -> Iterator[Finding]:
 
 
 def list_ends(site: Site) -> list[str]:
-    """Where the future of a started collective ends: "" for each `done`, and the names of branches and loops."""
+    """Where the future of a started collective ends: "" for each `done`, and the name of each cond, scan or while."""
     [future] = site.equation.outvars
     return list(_list_ends(future, site.jaxpr, site.outer))
 
@@ -73,8 +73,12 @@ def _list_ends(future: Any, jaxpr: Any, caller: Site | None) -> Iterator[str]:
 
 def _list_ends_inside(number: int, site: Site) -> Iterator[str]:
     """Where a future ends that is the operand of this number of a site's equation."""
-    if registered(site.name).waits:
+    row = registered(site.name)
+    if row.waits:
         yield ""
+        return
+    if row.same:  # as an optimization_barrier
+        yield from _list_ends(site.equation.outvars[number], site.jaxpr, site.outer)
         return
     program = find_called_program(site.equation)
     if program is not None:

@@ -26,6 +26,7 @@ from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Specs, typed
 from shardkit._jax import compat
 from shardkit._jax.dependence import without_unused
+from shardkit._jax.pallas import writing_kernels_out
 from shardkit.testing._compare import UnequalError, describe_kinds, describe_mesh, describe_shapes
 from shardkit.testing._interpreter import interpret
 from shardkit.testing._kernels import (
@@ -172,7 +173,8 @@ def _trace_both(
 ) -> DerivedPrograms:
     """Traces both functions with their derivatives; names the line of a collective of which jax has none."""
     try:
-        return trace_with_derivatives((on_mesh, alone), shapes, results, grad)
+        with writing_kernels_out():
+            return trace_with_derivatives((on_mesh, alone), shapes, results, grad)
     except ValueError as error:
         line = find_exchange_without_derivative(jax.make_jaxpr(on_mesh)(*shapes))
         if not grad or not line:

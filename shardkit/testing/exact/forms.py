@@ -49,7 +49,9 @@ def take_residues(field: Field, x: Operand) -> np.ndarray:
     except NestedLogarithmsError:
         # Logarithms are nested deeper on the way to a value than in any comparison or result. Such a value is known
         # again where it was computed alike.
-        number = replace(lifted, number=field.residues.hash("nested", lifted.number, lifted.factor), factor=None)
+        number = replace(
+            lifted, number=field.residues.hash("nested", lifted.number, lifted.factor_or_ones), factor=None
+        )
     return highest_residues(field, number)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from shardkit._arguments.checks import quote
 from shardkit._jax.dependence import without_unused
 from shardkit._jax.jaxprs import walk
+from shardkit._jax.pallas import writing_kernels_out
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.plans.axis_types import auto_mesh
@@ -199,7 +200,8 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
         return _Outputs(losses, metrics_of_steps, params, carried)
 
     batches = list(training.batches[:steps])
-    closed, outputs = jax.make_jaxpr(train, return_shape=True)(training.params, batches)
+    with writing_kernels_out():
+        closed, outputs = jax.make_jaxpr(train, return_shape=True)(training.params, batches)
     return _TracedTraining(without_unused(closed), outputs)
 
 

@@ -69,10 +69,14 @@ def test_a_collective_that_is_started_and_awaited_is_one():
 
 
 # What XLA's CPU devices compute: a future in a function of its own has no form there yet.
-def test_emulate_computes_what_devices_do():
+def test_devices_compute_what_one_device_does():
     for name in ("sum", "scatter", "gather", "ring", "exchange"):
         kernel, _, reference = KERNELS[name]
         np.testing.assert_array_equal(on_mesh(kernel)(X), reference(X), err_msg=name)
+
+
+def behind_a_barrier(x):
+    return lax.optimization_barrier(lax.psum_scatter_start(x, "d", tiled=True)).done()
 
 
 def forgotten(x):
@@ -118,6 +122,7 @@ def test_futures_that_are_not_awaited_where_they_must_be():
         assert finding.rule == "unawaited-start" and kernel.__name__ in finding.source
         assert "is started and never awaited" in finding.message and "float32[8]" in finding.message
         assert "reduce-scatter" not in on_mesh(kernel).lower(X).compile().as_text()
+    assert sk.lint(on_mesh(behind_a_barrier), X, small=0) == []
     (finding,) = sk.lint(on_mesh(dropped), X, small=0)
     assert finding.rule == "unread-message"
     for kernel, where in ((awaited_in_a_branch, "cond"), (started_in_a_branch, "cond"), (carried, "scan")):
