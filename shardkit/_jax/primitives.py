@@ -167,17 +167,17 @@ def _start(row: Primitive) -> Primitive:
     return row._replace(name=f"{row.name}_start", opcode="", gradient=None, why="", starts=True)
 
 
-def _wait(row: Primitive) -> Primitive:
-    """The row of the primitive that waits for it, as `f.done()` of a future f does."""
-    return _SAME._replace(name=f"{row.name}_done", waits=True)
-
+# The collectives that jax can start, and those whose future it can await.
+_STARTED = ("all_gather", "all_gather_reduced", "psum_invariant", "reduce_scatter", "all_to_all", "ppermute")
+_AWAITED = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute")
 
 for _row in _ROWS:
     register(_row)
-    # Before jax 0.12 these are private, and a future has no shape.
-    if _row.kind and hasattr(lax, "psum_scatter_start"):
-        register(_start(_row))
-        register(_wait(_row))
+if hasattr(lax, "psum_scatter_start"):  # before jax 0.12 all are private, and a future has no shape
+    for _name in _STARTED:
+        register(_start(TABLE[_name]))
+    for _name in _AWAITED:
+        register(_SAME._replace(name=f"{_name}_done", waits=True))
 _UNKNOWN = Primitive("")
 
 

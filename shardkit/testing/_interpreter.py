@@ -288,7 +288,7 @@ def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
     name = equation.primitive.name
     row = registered(name)
     if row.emulate is None:
-        known = sorted(primitive.name for primitive in TABLE.values() if primitive.emulate)
+        known = sorted(primitive.name for primitive in TABLE.values() if primitive.emulate and not primitive.starts)
         raise ValueError(
             f"emulate: a collective must be one of {quote(known)}; got {name}. Run the kernel with jax.shard_map on "
             "simulated devices."

@@ -370,7 +370,7 @@ class Coverage:
         """The keys of the comparisons that differ for equal numbers, of which some have not been met."""
         keys = []
         for key, places in self.find_differing_ties().items():
-            if (places & ~self.decisions[key].tied_freely).any():
+            if (places & np.logical_not(self.decisions[key].tied_freely)).any():
                 keys.append(key)
         return keys
 
