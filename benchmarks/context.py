@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.layers.attention import choose_scale, compute_scores, join_heads, make_mask, split_heads
+from shardkit.layers.attention import choose_scale, join_heads, split_heads
 from shardkit.layers.documents import count_pairs
+from shardkit.layers.scores import compute_scores, make_mask
 from shardkit.meshes.layout import table
 
 N = 8

@@ -17,7 +17,8 @@ from jax import lax
 from shardkit._jax.pallas import uses_tpu_kernels
 from shardkit.collectives import axis_index, axis_size, shift
 from shardkit.collectives._sums import save_as_dot, wide_zeros
-from shardkit.layers.attention import (
+from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients
+from shardkit.layers.scores import (
     MASKED,
     attention_gradients,
     compute_scores,
@@ -25,7 +26,7 @@ from shardkit.layers.attention import (
     inner_product,
     make_mask,
 )
-from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients
+from shardkit.layers.tiles import Tile, list_arrived_tiles, list_own_tiles
 from shardkit.layers.zigzag import Order
 
 
@@ -82,25 +83,6 @@ class Softmax(NamedTuple):
         return self.sum / self.total, self.maximum + jnp.log(self.total)
 
 
-class Tile(NamedTuple):
-    """A square of the matrix of scores: `size` queries by `size` keys; `ahead` is as in `make_mask`."""
-
-    query: Any  # the index of its first query on this device
-    key: Any  # the index of its first key in the block that is here
-    size: int
-    ahead: Any = None
-
-
-class TileInputs(NamedTuple):
-    """The rows and columns of arrays that a tile is computed from."""
-
-    k: jax.Array  # [b, G, size, K]
-    v: jax.Array  # [b, G, size, K]
-    mask: jax.Array | None
-    of_queries: Any  # the rows of the queries, and of further arrays with a row for each query
-    documents: tuple[jax.Array, jax.Array] | None  # of the queries and of the keys, [b, size] each
-
-
 _Keys = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and labels
 _Visit = Callable[[Any, _Keys, Tile], Any]  # visit(carry, keys, tile) -> carry
 
@@ -119,21 +101,29 @@ def _forward(
     kernel = form.kernel and uses_tpu_kernels()
 
     def visit(softmax: Softmax, keys: _Keys, tile: Tile) -> Softmax:
-        inputs = _take_tile(keys, tile, labels, (q, softmax), form.window)
-        queries, rows = inputs.of_queries
+        tile_k, tile_v, k_labels = _cut(keys, tile.key, tile.size)
+        tile_q, tile_softmax, q_labels = _cut((q, softmax, labels), tile.query, tile.size)
+        if kernel:
+            documents = _take_documents(q_labels, k_labels)
+            y, maximum, total = attend_tile(tile_q, tile_k, tile_v, documents, _tile_form(tile, form))
+            return _put(softmax, tile_softmax.join(y, maximum, total), tile.query)
+        mask = make_mask(tile_q, tile_k, tile.ahead, q_labels, k_labels, form.window)
 
         def update() -> Softmax:
-            if kernel:
-                block = attend_tile(queries, inputs.k, inputs.v, inputs.documents, _tile_form(tile, form))
-                updated_rows = rows.join(*block)
-            else:
-                updated_rows = rows.update(queries, inputs.k, inputs.v, inputs.mask, form.scale)
-            return _put(softmax, updated_rows, tile.query)
+            updated = tile_softmax.update(tile_q, tile_k, tile_v, mask, form.scale)
+            return _put(softmax, updated, tile.query)
 
-        return _skip_if_masked(labels, inputs.mask, update, softmax)
+        return _skip_if_masked(labels, mask, update, softmax)
 
-    softmax = _visit_all_keys(visit, Softmax.empty(q), (k, v, labels), form)
-    y, log_total = softmax.result()
+    if kernel and not form.names:
+        # One tile has all keys, in zigzag order too, which on one device is that of the sequence. Nothing is joined: a
+        # join would multiply y by its total, and `result` divide it.
+        one_tile = TileForm(form.causal, form.scale)
+        y, maximum, total = attend_tile(q, k, v, _take_documents(labels, labels), one_tile)
+        log_total = maximum + jnp.log(total)
+    else:
+        softmax = _visit_all_keys(visit, Softmax.empty(q), (k, v, labels), form)
+        y, log_total = softmax.result()
     y = save_as_dot(y.astype(q.dtype))
     log_total = save_as_dot(log_total)
     return y, (q, k, v, labels, y, log_total)
@@ -142,29 +132,27 @@ def _forward(
 def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, labels, y, log_total = residuals
     kernel = form.kernel and uses_tpu_kernels()
-    y_dy = inner_product(y, dy)
+    rows = (q, log_total, dy, inner_product(y, dy))
 
     def visit(grads: Any, keys: _Keys, tile: Tile) -> Any:
-        inputs = _take_tile(keys, tile, labels, (q, log_total, dy, y_dy), form.window)
-        queries, log_total_rows, dy_rows, y_dy_rows = inputs.of_queries
+        tile_k, tile_v, k_labels = _cut(keys, tile.key, tile.size)
+        tile_rows, q_labels = _cut((rows, labels), tile.query, tile.size)
+        tile_q, tile_log_total, tile_dy, tile_y_dy = tile_rows
+        arrays = (tile_q, tile_k, tile_v)
+        if kernel:
+            documents = _take_documents(q_labels, k_labels)
+            tile_form = _tile_form(tile, form)
+            tile_grads = tile_gradients(*arrays, tile_log_total, tile_dy, tile_y_dy, documents, tile_form)
+            return _add_gradients(grads, tile_grads, tile)
+        mask = make_mask(tile_q, tile_k, tile.ahead, q_labels, k_labels, form.window)
 
         def add_gradients() -> Any:
-            arrays = (queries, inputs.k, inputs.v)
-            if kernel:
-                tile_form = _tile_form(tile, form)
-                dq, dk, dv = tile_gradients(*arrays, log_total_rows, dy_rows, y_dy_rows, inputs.documents, tile_form)
-            else:
-                scores = compute_scores(queries, inputs.k, inputs.mask, form.scale)
-                weights = jnp.exp(scores - log_total_rows)
-                dq, dk, dv = attention_gradients(
-                    *arrays, weights, dy_rows, y_dy_rows, scale=form.scale, partial_sums=True
-                )
-            of_queries, of_keys = grads
-            of_queries = _add(of_queries, dq, tile.query)
-            of_keys = _add(of_keys, (dk, dv), tile.key)
-            return of_queries, of_keys
+            scores = compute_scores(tile_q, tile_k, mask, form.scale)
+            weights = jnp.exp(scores - tile_log_total)
+            tile_grads = attention_gradients(*arrays, weights, tile_dy, tile_y_dy, scale=form.scale, partial_sums=True)
+            return _add_gradients(grads, tile_grads, tile)
 
-        return _skip_if_masked(labels, inputs.mask, add_gradients, grads)
+        return _skip_if_masked(labels, mask, add_gradients, grads)
 
     # The gradient of a block of keys is a sum over the queries of all devices. So the gradient goes round the ring with
     # its block, and each device adds the part of its own queries. If each device kept the part of its queries instead,
@@ -184,6 +172,15 @@ def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[ja
 
 
 attend.defvjp(_forward, _backward)
+
+
+def _add_gradients(grads: Any, tile_grads: tuple[jax.Array, jax.Array, jax.Array], tile: Tile) -> Any:
+    """The gradients (of queries, of keys and values), with those of a tile added to its rows."""
+    of_queries, of_keys = grads
+    dq, dk, dv = tile_grads
+    of_queries = _add(of_queries, dq, tile.query)
+    of_keys = _add(of_keys, (dk, dv), tile.key)
+    return of_queries, of_keys
 
 
 def _skip_if_masked(labels: jax.Array | None, mask: Any, compute: Callable[[], Any], unchanged: Any) -> Any:
@@ -215,7 +212,7 @@ def _visit_all_keys(
     # round and queries stay, because the running softmax belongs to a query: if queries travelled, its three float32
     # arrays would travel with them. Where key/value heads are shared, keys are also the smaller arrays.
     arriving = keys if n == 1 else shift(keys, form.names)
-    for tile in _own_tiles(keys, form):
+    for tile in list_own_tiles(keys[0].shape[-2], form.causal, form.order):
         carry = visit(carry, keys, tile)
     if n == 1:
         return carry
@@ -235,47 +232,20 @@ def _visit_all_keys(
     return visit_arrived(n - 1, keys, carry)
 
 
-def _own_tiles(keys: _Keys, form: Form) -> list[Tile]:
-    """The tiles of this device's queries and its own keys."""
-    t = keys[0].shape[-2]
-    if not form.causal:
-        return [Tile(0, 0, t)]
-    if form.order == "contiguous":
-        return [Tile(0, 0, t, ahead=0)]
-    half = t // 2
-    early = Tile(0, 0, half, ahead=0)
-    late = Tile(half, half, half, ahead=0)
-    late_to_early = Tile(half, 0, half)  # no mask: every late query is behind every early key
-    return [early, late, late_to_early]
-
-
 def _visit_block_of_another_device(
     visit: _Visit, form: Form, keys: _Keys, carry: Any, step: Any, device: jax.Array
 ) -> Any:
     """Visits the keys that arrived after `step` hops: those of device number `device - step`, modulo n."""
-    # One hop of zigzag order, with 4 devices and 16 tokens. Device i holds chunks i and 7 - i of two tokens each:
-    #
-    #     device 0: 0 1 | 14 15     device 1: 2 3 | 12 13     device 2: 4 5 | 10 11     device 3: 6 7 | 8 9
-    #
-    # On device 1, step 1 brings the keys of device 0, which is before it. Of the four pairs of halves two are needed,
-    # both without a mask, and two are masked as a whole:
-    #
-    #     late queries 12 13 with early keys 0 1: all seen          early queries 2 3 with early keys 0 1: all seen
-    #     late queries 12 13 with late keys 14 15: none             early queries 2 3 with late keys 14 15: none
-    #
-    # Step 2 brings the keys of device 3, which is after it, 6 7 | 8 9. Late queries 12 13 see the early keys 6 7, and
-    # also the late keys 8 9; early queries 2 3 see nothing. On every device and in every step it is two pairs of
-    # halves, of which only one starts at an index that depends on the device: equal work, without a branch.
     t = keys[0].shape[-2]
-    half = t // 2
     is_before = step <= device
     if not form.causal:
         return visit(carry, keys, Tile(0, 0, t))
     if form.order == "contiguous":
         return lax.cond(is_before, lambda: visit(carry, keys, Tile(0, 0, t)), lambda: carry)
-    carry = visit(carry, keys, Tile(half, 0, half))
-    start = jnp.where(is_before, 0, half)
-    return visit(carry, keys, Tile(start, start, half))
+    start = jnp.where(is_before, 0, t // 2)
+    for tile in list_arrived_tiles(t, start):
+        carry = visit(carry, keys, tile)
+    return carry
 
 
 def _visit_in_tiles(visit: _Visit, block: int | None, carry: Any, keys: _Keys, tile: Tile) -> Any:
@@ -305,15 +275,11 @@ def _visit_in_tiles(visit: _Visit, block: int | None, carry: Any, keys: _Keys, t
     return carry
 
 
-def _take_tile(keys: _Keys, tile: Tile, labels: jax.Array | None, of_queries: Any, window: int | None) -> TileInputs:
-    """The keys and values of a tile, its mask, and its rows of `of_queries`, a tuple that begins with the queries."""
-    k, v, k_labels = _cut(keys, tile.key, tile.size)
-    of_queries, q_labels = _cut((of_queries, labels), tile.query, tile.size)
-    mask = make_mask(of_queries[0], k, tile.ahead, q_labels, k_labels, window)
-    documents = None
-    if q_labels is not None:
-        documents = (q_labels[..., 0], k_labels[..., 0])
-    return TileInputs(k, v, mask, of_queries, documents)
+def _take_documents(q_labels: jax.Array | None, k_labels: jax.Array | None) -> tuple[jax.Array, jax.Array] | None:
+    """The documents of a tile's queries and of its keys, [b, size] each."""
+    if q_labels is None or k_labels is None:
+        return None
+    return q_labels[..., 0], k_labels[..., 0]
 
 
 def _tile_form(tile: Tile, form: Form) -> TileForm:

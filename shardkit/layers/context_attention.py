@@ -25,17 +25,11 @@ from shardkit._arguments.checks import Axis, finite, name_axes
 from shardkit._arguments.typed import typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import all_gather, all_to_all, axis_size
-from shardkit.layers.attention import (
-    check_shapes,
-    choose_scale,
-    has_positions,
-    join_heads,
-    make_labels,
-    split_heads,
-)
+from shardkit.layers.attention import check_shapes, choose_scale, join_heads, split_heads
 from shardkit.layers.attention_kernel import check_kernel
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.matmul import vary_alike
+from shardkit.layers.scores import has_positions, make_labels
 from shardkit.layers.zigzag import Order, halve, join_token_axes
 from shardkit.on_device.batch import in_plan_order
 

@@ -13,8 +13,8 @@ from jax import lax
 from shardkit._arguments.checks import Axis, shapes
 from shardkit._arguments.typed import typed
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
-from shardkit.layers.attention import MASKED
 from shardkit.layers.matmul import check_split, live_axes, matmul_gradients, vary_alike
+from shardkit.layers.scores import MASKED
 
 
 @typed

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit.layers.attention_kernel import count_costs
+from shardkit.layers.tiles import count_tiles
 from shardkit.planner.habits import Habits, habits_of
 from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
@@ -94,9 +95,8 @@ def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
 def time_attention(share: Share, machine: Machine) -> float:
     """Seconds of one layer's attention in a microbatch: products, softmax, and what remat repeats.
 
-    A device's tokens are compared with its own, and in a ring with those of all of its context ways. In zigzag order
-    that is two of the four quarters of each block of another device, and three of its own. A ring's backward pass
-    computes the scores again.
+    A device's tokens are compared with its own, and in a ring with those of all of its context ways, in the tiles of
+    zigzag order. A ring's backward pass computes the scores again.
     """
     ways = share.layout.context
     repeats = share.layout.remat != "none"
@@ -110,25 +110,18 @@ def time_attention(share: Share, machine: Machine) -> float:
         operations += softmax
     elif ways > 1:
         operations.append(softmax[0])
-    blocks = 1.0 if ways == 1 else (2 * ways + 1) / 4
+    tiles = count_tiles(ways)
+    blocks = (tiles.diagonal + tiles.whole) / tiles.parts**2
     return blocks * _time(operations, machine)
 
 
 def _list_kernels(share: Share, repeats: bool) -> list[OperationCost]:
-    """The kernels of one layer's attention in a microbatch.
-
-    Worked example: a ring of four devices in zigzag order, 2,048 tokens on each. Its tiles are quarters, of 1,024
-    queries and as many keys: of its own keys two causal ones and a whole one, and two whole ones of each other device.
-    """
-    ways = share.layout.context
+    """The kernels of one layer's attention in a microbatch, those of each tile."""
     heads = int(share.batch * share.model.heads / share.layout.tensor)
-    tiles = [(True, 1)]
-    tokens = share.sequence
-    if ways > 1:
-        tiles = [(True, 2), (False, 1 + 2 * (ways - 1))]
-        tokens //= 2
+    tiles = count_tiles(share.layout.context)
+    tokens = share.sequence // tiles.parts
     operations = []
-    for causal, count in tiles:
+    for causal, count in ((True, tiles.diagonal), (False, tiles.whole)):
         forward, of_keys, of_queries = count_costs(heads, tokens, share.model.head, itemsize=2, causal=causal)
         kernels = [forward, of_keys, of_queries]
         if repeats:

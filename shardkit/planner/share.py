@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardkit.layers.attention_kernel import LANES, fits_lanes
+from shardkit.layers.tiles import count_tiles
 from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
 
@@ -93,17 +94,14 @@ def find_misfit(model: Model, layout: Layout, sequence: int) -> str:
             f"chunks and microbatches must be 1 without stages; got chunks={layout.chunks}, "
             f"microbatches={layout.microbatches}. Pass stages, or accumulate={layout.microbatches}."
         )
-    sequence_parts = layout.tensor
-    if layout.context > 1:
-        sequence_parts *= 2 * layout.context  # zigzag order has two parts a device
+    parts = layout.context * count_tiles(layout.context).parts
+    sequence_parts = layout.tensor * parts
     if sequence % sequence_parts:
         return (
             f"a sequence must be divisible by tensor ways and by 2 * context; got {sequence} tokens over "
             f"{sequence_parts} parts. Choose another sequence or fewer ways."
         )
-    tile = sequence // layout.context
-    if layout.context > 1:
-        tile //= 2
+    tile = sequence // parts
     if model.kernel and tile % LANES:
         return (
             f"the tokens of a tile must be a multiple of {LANES} for the kernel; got {tile}, of {sequence} tokens over "

@@ -14,6 +14,7 @@ from shardkit._jax import backends
 from shardkit._jax.pallas import interpreting, writing_kernels_out
 from shardkit.layers import dot_attention, ring_attention, ulysses_attention, zigzag
 from shardkit.layers.attention_kernel import choose_block, count_costs
+from shardkit.layers.tiles import count_tiles
 from shardkit.models import transformer
 from support.compilers import tpu
 from support.refusals import refused
@@ -105,6 +106,8 @@ def test_blocks_and_what_they_cost():
     assert [cost.flops for cost in (forward, of_keys, of_queries)] == [
         matmuls * 256 * forward.exps for matmuls in (2, 4, 3)
     ]
+    assert count_tiles(1) == (1, 1, 0)  # parts of a device's tokens, tiles on the diagonal, and whole ones
+    assert count_tiles(4) == (2, 2, 7)
     # Rows of 256 bytes: q, y, and two of 512 bytes once; k and v of each visited block.
     assert forward.moved == 16 * (2048 * (2 * 256 + 2 * 512) + 10 * 512 * 2 * 256)
 
