@@ -132,78 +132,99 @@ def read_traces(examples: Examples, params: Any, batch: Any, key: jax.Array | No
 
     For `examples.dim` 1 the tokens are twice as many, and the examples as many.
     """
-    dim = examples.dim
-    lengths = set()
-    for x in jax.tree.leaves(batch):
-        if jnp.ndim(x) > dim:
-            lengths.add(jnp.shape(x)[dim])
-    state_shapes = jax.tree.map(_shape, (params, examples.carried))
-    # Dim 0 of each result counts the devices: as terms of the sums they stay apart, and no collective of the step hides
-    # what the loss itself sends.
-    every_device = PartitionSpec(examples.manual)
-
-    def trace(times: int) -> tuple[Any, Any]:
-        """The program for so many times a device's examples, and the shapes of its results."""
-        shapes = jax.tree.map(lambda x: _resize(_shape(x), dim, times, examples.parts), batch)
-        keys = None
-        if key is not None:
-            arrays = [x for x in jax.tree.leaves(shapes) if x.shape]
-            (count,) = {x.shape[0] for x in arrays}
-            keys = jax.ShapeDtypeStruct((count,), key.dtype)
-
-        def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> dict[str, list[jax.Array]]:
-            results: dict[str, list[jax.Array]] = {}
-            for name, terms in examples.compute(params, carried, batch, keys).items():
-                results[name] = []
-                for mean in terms:
-                    results[name].append(vary(mean.total, examples.manual).reshape(-1))
-                    results[name].append(vary(mean.weight, examples.manual).reshape(-1))
-            return results
-
-        run = examples.map_devices(on_device, shapes, examples.keys_spec, every_device)
-        return jax.make_jaxpr(run, return_shape=True)(*state_shapes, shapes, keys)
-
-    few, shapes_of_few = trace(1)
+    few = _trace(examples, params, batch, key, times=1)
     can_be_traced = True
     try:
-        many, shapes_of_many = trace(2)
+        many = _trace(examples, params, batch, key, times=2)
     except Exception:
         # The loss is written for so many on a device. It is right on this mesh, and cannot be compared; only where it
         # sends is read.
-        many, shapes_of_many = few, shapes_of_few
+        many = few
         can_be_traced = False
+    lengths = set()
+    for x in jax.tree.leaves(batch):
+        if jnp.ndim(x) > examples.dim:
+            lengths.add(jnp.shape(x)[examples.dim])
     size = max(lengths) // (examples.devices * examples.parts)
-    number_of_state = len(jax.tree.leaves(state_shapes))
-    states: list[State] = []
-    for number, variable in enumerate(many.jaxpr.invars):
-        # In the order of the arguments: parameters and carried state, which are whole, then batch and keys, with rows
-        # along this dim. A leaf that lacks the dim, as the keys where tokens are read, is whole.
-        of_examples = number >= number_of_state and variable.aval.ndim > dim
-        states.append(Rows(dim) if of_examples else any_whole(variable))
+    states = _find_states(many.program, examples.dim, len(jax.tree.leaves((params, examples.carried))))
     names = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(shapes_of_many):
+    for path, _ in jax.tree_util.tree_leaves_with_path(many.results):
         names.append(path[0].key)
     losses = {}
-    for name, shapes in shapes_of_many.items():
-        if shapes != shapes_of_few[name]:
+    for name, shapes in many.results.items():
+        if shapes != few.results[name]:
             continue  # an array with an entry for each example: nothing that one device would compute alike
         used = [result_name == name for result_name in names]  # what another metric sends is its own affair
-        loss = read_loss(without_unused(few, used), without_unused(many, used), states, 2 * size, examples.axes)
+        small_program = without_unused(few.program, used)
+        large_program = without_unused(many.program, used)
+        loss = read_loss(small_program, large_program, states, 2 * size, examples.axes)
         if not can_be_traced:
             loss = loss._replace(met=None)
         elif len(lengths) > 1:
             loss = loss._replace(met=Met("arrays of the batch have different numbers of examples", ""))
         losses[name] = loss
+    return _read_equations(few.program.jaxpr, losses)
+
+
+class _Trace(NamedTuple):
+    """The program of a loss and its metrics, and the shapes of its results by the name of the loss or metric."""
+
+    program: Any
+    results: dict[str, list[jax.ShapeDtypeStruct]]
+
+
+def _trace(examples: Examples, params: Any, batch: Any, key: jax.Array | None, times: int) -> _Trace:
+    """The trace for so many times a device's examples: the totals and weights of all devices, along dim 0."""
+    state_shapes = jax.tree.map(_shape, (params, examples.carried))
+    shapes = jax.tree.map(lambda x: _resize(_shape(x), examples.dim, times, examples.parts), batch)
+    keys = None
+    if key is not None:
+        arrays = [x for x in jax.tree.leaves(shapes) if x.shape]
+        (count,) = {x.shape[0] for x in arrays}
+        keys = jax.ShapeDtypeStruct((count,), key.dtype)
+
+    def on_device(params: Any, carried: Any, batch: Any, keys: Any) -> dict[str, list[jax.Array]]:
+        results: dict[str, list[jax.Array]] = {}
+        for name, terms in examples.compute(params, carried, batch, keys).items():
+            results[name] = []
+            for mean in terms:
+                results[name].append(vary(mean.total, examples.manual).reshape(-1))
+                results[name].append(vary(mean.weight, examples.manual).reshape(-1))
+        return results
+
+    # Dim 0 of each result counts the devices: as terms of the sums they stay apart, and no collective of the step hides
+    # what the loss itself sends.
+    every_device = PartitionSpec(examples.manual)
+    run = examples.map_devices(on_device, shapes, examples.keys_spec, every_device)
+    program, results = jax.make_jaxpr(run, return_shape=True)(*state_shapes, shapes, keys)
+    return _Trace(program, results)
+
+
+def _find_states(program: Any, dim: int, whole_leaves: int) -> list[State]:
+    """What each argument of a trace holds of the examples.
+
+    In the order of the arguments: parameters and carried state, `whole_leaves` in number, then batch and keys, with
+    rows along `dim`. A leaf that lacks the dim, as the keys where tokens are read, is whole.
+    """
+    states: list[State] = []
+    for number, variable in enumerate(program.jaxpr.invars):
+        has_rows = number >= whole_leaves and variable.aval.ndim > dim
+        states.append(Rows(dim) if has_rows else any_whole(variable))
+    return states
+
+
+def _read_equations(jaxpr: Any, losses: dict[str, Loss]) -> Readings:
+    """The readings, with what the equations of the program show."""
     calls_python = False
     loops = False
     has_16_bits = False
     rounds_weights = False
-    for site in walk(few.jaxpr):
+    for site in walk(jaxpr):
         calls_python |= compat.calls_python(site.equation)
         loops |= site.name == "while"
         has_16_bits |= any(_has_16_bits(variable) for variable in site.equation.outvars)
         rounds_weights |= site.within(PLAN) and _rounds(site.equation)
-    return Readings(losses, few.jaxpr, calls_python, loops, has_16_bits, rounds_weights)
+    return Readings(losses, jaxpr, calls_python, loops, has_16_bits, rounds_weights)
 
 
 def _has_16_bits(variable: Any) -> bool:

@@ -27,7 +27,7 @@ Not compared with one device and the whole batch:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -88,6 +88,12 @@ class Sent(NamedTuple):
     on_cpu: bool
     of_stages: bool = False
 
+    def describe_whole(self) -> str:
+        """What the one device has, and the remedy: the end of a sentence."""
+        if self.of_stages:
+            return _OF_STAGES
+        return _OF_TOKENS if self.of_tokens else _OF_EXAMPLES
+
 
 class LossOfWholeBatch(NamedTuple):
     """What the first step's loss must be.
@@ -115,13 +121,12 @@ class LossOfWholeBatch(NamedTuple):
             tolerance = ROUNDING_16_BITS * max(size, SMALLEST_16_BITS)
         if abs(loss - self.loss) <= tolerance:
             return
-        does = "asks for the index of a device along" if sent.only_asks else "sends over"
-        batch = _OF_TOKENS if sent.of_tokens else _OF_EXAMPLES
-        if sent.of_stages:
-            batch = _OF_STAGES
+        verb = "sends over"
+        if sent.only_asks:
+            verb = "asks for the index of a device along"
         warnings.warn(
-            f"step: {sent.line}: the loss, which {does} {quote(sent.axes)} here, must be the same on every mesh; it "
-            f"is {loss:.6g} on this one, and {self.loss:.6g} where one device has {batch}",
+            f"step: {sent.line}: the loss, which {verb} {quote(sent.axes)} here, must be the same on every mesh; it "
+            f"is {loss:.6g} on this one, and {self.loss:.6g} where one device has {sent.describe_whole()}",
             Unintended,
             stacklevel=3,
         )
@@ -162,7 +167,15 @@ def find_sent(splits: Sequence[tuple[Examples, Readings]]) -> Sent:
         has_16_bits = has_16_bits or readings.has_16_bits
     line = (lines or index_lines)[0]
     mesh = splits[0][0].placement.mesh
-    return Sent(line, not lines, tuple(sorted(axes)), tuple(split_axes), of_tokens, has_16_bits, _is_cpu(mesh))
+    return Sent(
+        line,
+        only_asks=not lines,
+        axes=tuple(sorted(axes)),
+        split_axes=tuple(split_axes),
+        of_tokens=of_tokens,
+        has_16_bits=has_16_bits,
+        on_cpu=_is_cpu(mesh),
+    )
 
 
 def find_index_of_stage(jaxpr: Any, axes: Sequence[str]) -> str:
@@ -215,13 +228,7 @@ def compute_whole_batch(
 
     replicated = NamedSharding(examples.placement.mesh, PartitionSpec())
     batch, key = jax.device_put((batch, key), replicated)
-    run = examples.map_devices(on_device, batch, PartitionSpec(), PartitionSpec())
-    args = (params, examples.carried, batch, key)
-    compiled = jax.jit(run).lower(*args).compile()
-    memory = compiled.memory_analysis()
-    if memory is not None and memory.temp_size_in_bytes > MOST_BYTES:
-        return None
-    return LossOfWholeBatch(float(read_means(compiled(*args)).sum()), sent)
+    return _run_if_it_fits(on_device, examples, params, batch, key, sent)
 
 
 def compute_in_sequence(
@@ -256,14 +263,31 @@ def compute_in_sequence(
         microbatches = split_microbatches((batch, keys), examples.parts)
         return jnp.sum(jax.lax.map(sum_microbatch, microbatches), axis=0)
 
+    sent = Sent(
+        line,
+        only_asks=True,
+        axes=axes,
+        split_axes=(),
+        of_tokens=False,
+        has_16_bits=readings.has_16_bits,
+        on_cpu=_is_cpu(mesh),
+        of_stages=True,
+    )
+    return _run_if_it_fits(on_device, examples, state.params, batch, key, sent)
+
+
+def _run_if_it_fits(
+    on_device: Callable[..., jax.Array], examples: Examples, params: Any, batch: Any, key: jax.Array, sent: Sent
+) -> LossOfWholeBatch | None:
+    """The loss from the `sum_means` that `on_device` returns; None if it takes too much memory."""
     run = examples.map_devices(on_device, batch, PartitionSpec(), PartitionSpec())
-    args = (state.params, examples.carried, batch, key)
+    args = (params, examples.carried, batch, key)
     compiled = jax.jit(run).lower(*args).compile()
     memory = compiled.memory_analysis()
     if memory is not None and memory.temp_size_in_bytes > MOST_BYTES:
         return None
-    sent = Sent(line, True, axes, (), False, readings.has_16_bits, _is_cpu(mesh), of_stages=True)
-    return LossOfWholeBatch(float(read_means(compiled(*args)).sum()), sent)
+    loss = read_means(compiled(*args)).sum()
+    return LossOfWholeBatch(float(loss), sent)
 
 
 def _is_here(mesh: Mesh) -> bool:
