@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._jax.pallas import uses_tpu_kernels
-from shardkit.collectives import axis_index, axis_size, shift
+from shardkit.collectives import axis_index, shift
 from shardkit.collectives._sums import save_as_dot, wide_zeros
 from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients
+from shardkit.layers.matmul import count_devices
 from shardkit.layers.scores import (
     MASKED,
     attention_gradients,
@@ -206,7 +207,7 @@ def _visit_all_keys(
     `pass_on` is applied to the carry before the keys of another device are visited.
     """
     visit = partial(_visit_in_tiles, visit, form.block)
-    n = axis_size(form.names) if form.names else 1
+    n = count_devices(form.names)
     # The first send stands before the loop, and each turn sends the keys of the next turn before it visits its own:
     # they travel while it computes. Sent in the turn that visits them, the matmuls would wait for every hop. Keys go
     # round and queries stay, because the running softmax belongs to a query: if queries travelled, its three float32

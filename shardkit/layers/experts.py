@@ -17,6 +17,7 @@ from jax import lax
 from shardkit.collectives import all_gather, axis_index, axis_size, reduce_scatter, shift
 from shardkit.collectives._sums import dot_dtype, typed_zeros
 from shardkit.collectives.ragged import ragged_all_to_all, segments
+from shardkit.layers.matmul import count_devices
 from shardkit.layers.routing import Routing, ranks
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
@@ -30,7 +31,7 @@ def exchange_choices(
 ) -> jax.Array:
     """The sum of each token's experts, with a row for each choice; experts get n N min(top_k, E/n) rows."""
     N, top_k = routing.expert.shape
-    n = axis_size(names) if names else 1
+    n = count_devices(names)
     slot_Nk = jnp.where(routing.kept, ranks(routing.expert.reshape(-1)).reshape(N, top_k), N * top_k)
     rows_SD = spread(x_ND, slot_Nk, N * top_k)
     counts_E = _count_choices(routing.expert, n * count)

@@ -16,9 +16,9 @@ import numpy as np
 
 from shardkit._arguments.checks import Axis, at_least, dim_of, divisor, shapes
 from shardkit._arguments.typed import Arrays, typed
-from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
+from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, matmul_reduce_scatter, vary
 from shardkit.collectives.matmul import Impl
-from shardkit.layers.matmul import check_split, live_axes, matmul
+from shardkit.layers.matmul import check_split, count_devices, live_axes, matmul
 
 
 @typed
@@ -166,7 +166,7 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
     Source: Ainslie et al., GQA (arXiv:2305.13245).
     """
     names = live_axes("local_groups", axis, w_DGK)
-    devices = axis_size(names) if names else 1
+    devices = count_devices(names)
     dim = dim_of("local_groups", dim, w_DGK.ndim)
     at_least("local_groups", 1, heads=heads, kv_heads=kv_heads)
     _check_heads("local_groups", devices, heads)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardkit._arguments.checks import Axis, name_axes
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
-from shardkit.collectives import vary
+from shardkit.collectives import axis_size, vary
 from shardkit.collectives._sums import dot_dtype
 
 
@@ -29,6 +29,11 @@ def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
         if sizes[name] > 1 or name in varying:
             names.append(name)
     return tuple(names)
+
+
+def count_devices(names: tuple[str, ...]) -> int:
+    """The number of devices along axes; 1 where there are none."""
+    return axis_size(names) if names else 1
 
 
 def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> None:
@@ -59,7 +64,7 @@ def vary_alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
     argument that varies over fewer axes. With the cast outside of the custom_vjp, the transpose of the cast is this
     sum.
     """
-    axes = {*over, *_varying_axes(arrays)}
+    axes = _varying_axes(arrays).union(over)
     return vary(arrays, tuple(axes))
 
 

@@ -12,7 +12,7 @@ from shardkit._arguments.checks import Axis, name_axes, shapes
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax.compat import bound
 from shardkit._jax.jaxprs import PER_MICROBATCH
-from shardkit.collectives import all_to_all, axis_size
+from shardkit.collectives import all_to_all
 from shardkit.collectives._sums import dot_dtype
 from shardkit.layers.experts import (
     ExpertFn,
@@ -23,6 +23,7 @@ from shardkit.layers.experts import (
     grouped_dot,
     spread,
 )
+from shardkit.layers.matmul import count_devices
 from shardkit.layers.routing import Capacity, Dropless, Exchange, Routing, RoutingStats, route, routing_stats
 from shardkit.on_device.means import describe_type
 
@@ -99,7 +100,7 @@ def moe(
         dropless path.
     """
     names = () if axis is None else bound("moe", axis)
-    n = axis_size(names) if names else 1
+    n = count_devices(names)
     shapes("moe", x=(x, "..D"), router_DE=(router_DE, "DE"))
     if weights is not None and weights.shape != x.shape[:-1]:
         raise ValueError(
@@ -134,7 +135,7 @@ def _exchange_all(
     x_ND: jax.Array, choices: Routing, routing: Dropless, run_experts: Any, names: tuple[str, ...], experts: int
 ) -> jax.Array:
     """The sum of each token's experts, where no choice is dropped."""
-    n = axis_size(names) if names else 1
+    n = count_devices(names)
     exchange = _choose_exchange(routing) if n > 1 else exchange_choices
 
     def run(rows_SD: jax.Array, counts_e: jax.Array) -> jax.Array:
@@ -230,7 +231,7 @@ def _run_experts(expert_fn: ExpertFn, experts: Any, x_SD: jax.Array, dot: Any) -
 def _exchange_rows(rows_SD: jax.Array, run_experts: Any, names: tuple[str, ...], experts: int) -> jax.Array:
     """Sends rows to their experts and the outputs back, [E C, D], where each expert has an equal number C of rows."""
     rows_ECD = rows_SD.reshape(experts, -1, rows_SD.shape[1])
-    is_split = names and axis_size(names) > 1
+    is_split = count_devices(names) > 1
     # Each row is sent to the device of its expert. The exchange stands after the routing, which needs only this
     # device's tokens, and before the experts. The rows are sent, because the experts are larger: to gather the experts
     # to the tokens would send every expert to every device.

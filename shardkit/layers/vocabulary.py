@@ -12,8 +12,8 @@ from jax import lax
 
 from shardkit._arguments.checks import Axis, shapes
 from shardkit._arguments.typed import typed
-from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
-from shardkit.layers.matmul import check_split, live_axes, matmul_gradients, vary_alike
+from shardkit.collectives import all_gather, all_reduce, axis_index, reduce_scatter
+from shardkit.layers.matmul import check_split, count_devices, live_axes, matmul_gradients, vary_alike
 from shardkit.layers.scores import MASKED
 
 
@@ -211,7 +211,7 @@ def _cross_entropy(
 
 def _count_classes(where: str, vocabulary: int | None, head: jax.Array, names: tuple[str, ...]) -> int:
     """The number of classes, by default all columns of the whole head."""
-    columns = head.shape[-1] * _count_devices(names)
+    columns = head.shape[-1] * count_devices(names)
     if vocabulary is None:
         return columns
     if not 1 <= vocabulary <= columns:
@@ -309,7 +309,7 @@ _nats.defvjp(_nats_forward, _nats_backward)
 
 def _find_classes(columns: jax.Array, head: jax.Array, names: tuple[str, ...], options: _Options) -> jax.Array | None:
     """Which of this device's columns are classes; None if all columns of all devices are."""
-    if options.vocabulary == head.shape[-1] * _count_devices(names):
+    if options.vocabulary == head.shape[-1] * count_devices(names):
         return None
     return columns < _index_locally(jnp.int32(options.vocabulary), head.shape[-1], names)
 
@@ -323,7 +323,3 @@ def _index_locally(tokens: jax.Array, rows: int, names: tuple[str, ...]) -> jax.
     if not names:
         return tokens
     return tokens - axis_index(names) * rows
-
-
-def _count_devices(names: tuple[str, ...]) -> int:
-    return axis_size(names) if names else 1

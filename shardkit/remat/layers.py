@@ -375,8 +375,10 @@ def _describe_leaves(tree: Any) -> str:
     """The leaves of activations as an error names them."""
     descriptions = []
     for path, leaf in tree_leaves_with_path(tree):
-        # One array has no path, and no name.
-        descriptions.append(f"{path_name(path)}: {describe_type(leaf)}" if path else describe_type(leaf))
+        text = describe_type(leaf)
+        if path:  # one array alone has no path, and no name
+            text = f"{path_name(path)}: {text}"
+        descriptions.append(text)
     return ", ".join(descriptions)
 
 

@@ -24,6 +24,7 @@ from shardkit.on_device.batch import take_row
 from shardkit.on_device.handles import gather_kept, is_handle, open_handles, reduce_to_part, strip_handles
 from shardkit.remat.recompute import (
     LayerPasses,
+    LeafPartition,
     Leaves,
     Traced,
     WantedGradients,
@@ -120,7 +121,8 @@ class _RegatheredLayers:
                 return run_microbatch(x), []
             return jax.lax.map(run_microbatch, x), []
 
-        y, _ = self._sweep.forward(run_layer, *jax.tree.unflatten(self._arguments, leaves))
+        weights, shared, x = jax.tree.unflatten(self._arguments, leaves)
+        y, _ = self._sweep.forward(run_layer, weights, shared, x)
         return y
 
     def _run_forward(self, leaves: Leaves) -> tuple[list[Any], Any]:
@@ -154,9 +156,10 @@ class _RegatheredLayers:
         # need.
         flags = list(compress(asked, self._differentiable))
         run = partial(self._sweep.backward, self._passes, self._wanted)
-        grads = iter(run_for_results(run, flags, weights, shared, residuals, cotangents))
+        grads = run_for_results(run, flags, weights, shared, residuals, cotangents)
         # To jax None is a gradient of zeros.
-        return ([next(grads) if flag else None for flag in asked],)
+        zeros = [None] * asked.count(False)
+        return (LeafPartition(asked).combine(grads, zeros),)
 
 
 class _OneLayer:
@@ -189,8 +192,8 @@ class _OneLayer:
         # Here the layer's gradients are sums over all microbatches, and are reduced once. Earlier, each microbatch
         # would send its own gradients; later, outside of the loop over layers, all layers' whole gradients would be in
         # memory.
-        nodes = [*_select_nodes(weights, wanted), *compress(shared, wanted.shared)]
-        return [*_reduce_to_parts(nodes, grads), *dx]
+        nodes = _select_nodes(weights, wanted) + list(compress(shared, wanted.shared))
+        return _reduce_to_parts(nodes, grads) + dx
 
 
 def _delay_gathers(weights: Any, dy: Leaves) -> Any:
@@ -323,7 +326,8 @@ class _PrefetchedStack:
             (previous, carry), _ = jax.lax.scan(run_round, (previous, carry), numbers)
             carry = run_layer(0, previous, take_row(layer_residuals, 0), carry)
         dx, stack_grads, shared_sums = carry
-        return [*stack_grads, *_reduce_to_parts(shared_nodes, shared_sums), *dx]
+        shared_grads = _reduce_to_parts(shared_nodes, shared_sums)
+        return [*stack_grads, *shared_grads, *dx]
 
 
 def _select_nodes(weights: Any, wanted: WantedGradients) -> list[Any]:

@@ -30,17 +30,21 @@ def check_function(where: str, function: Any) -> None:
         method = "loss"
     if isinstance(function, Staged):
         remedy = f"Pass pipe.{method}(embed, stage, head) of pipe = sk.pipeline(...)."
-    takes_scale = _takes_scale(function) if callable(function) else not training
+    takes_scale: bool | None = not training  # of what is no function: wrong in both builders
+    if callable(function):
+        takes_scale = _takes_scale(function)
     if takes_scale is not None and takes_scale != training:
         raise TypeError(f"{where}: {rule}; got {_describe(function)}. {remedy}")
 
 
 def check_key(key: Any) -> jax.Array:
     """The key of a run as a typed key; refuses several, and implementations whose draws depend on the batch size."""
-    dtype = getattr(key, "dtype", None)
-    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    is_raw = dtype is not None and dtype == jnp.uint32 and jnp.shape(key) in {(2,), (4,)}
-    if (not is_typed and not is_raw) or (is_typed and jnp.ndim(key)):
+    is_typed = False
+    is_raw = False
+    if hasattr(key, "dtype"):
+        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and jnp.ndim(key) == 0
+        is_raw = key.dtype == jnp.uint32 and jnp.shape(key) in {(2,), (4,)}
+    if not is_typed and not is_raw:
         raise TypeError(f"init: key must be one jax key; got {_describe(key)}. Pass for example jax.random.key(0).")
     if is_raw:
         key = jax.random.wrap_key_data(key)

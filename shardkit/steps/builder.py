@@ -185,6 +185,9 @@ def make_train_step(
             stacklevel=3,  # the caller's line, above `typed`
         )
     reads = reads_carried(grad_fn)
+    parts: Microbatches | Groups = Microbatches(accumulate)
+    if deterministic is not None:
+        parts = Groups(deterministic)
     program = TrainProgram(
         grad_fn,
         wrap_optimizer(optimizer),
@@ -192,7 +195,7 @@ def make_train_step(
         plan,
         axes,
         policy,
-        microbatches=Microbatches(accumulate) if deterministic is None else Groups(deterministic),
+        microbatches=parts,
         watches=nonfinite != "keep" or policy.loss_scale is not None,
         reads=reads,
         carry=carry,
@@ -219,11 +222,14 @@ def make_train_step(
         run = compile_for(plan)
     else:
         run = JitByLayouts(compile_for, plan, axes, lambda state: state.params)
+    first_call = None
+    if check:
+        first_call = FirstCall(program, mesh, steps, mixed=examples == "mixed")
     step = Step(
         run,
         ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
         check=StateCheck(plan, mesh) if all_manual else None,  # else the layouts are the caller's
-        first=FirstCall(program, mesh, steps, mixed=examples == "mixed") if check else None,
+        first=first_call,
         plan=plan,
         mesh=program.mesh,
         manual=manual,

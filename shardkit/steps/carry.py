@@ -30,7 +30,7 @@ from shardkit.plans.splits import LeafLayout, is_layout, map_layouts
 from shardkit.plans.storage import Storage, check_storage, is_padded, pad_leaves, restore_leaves, unpadded
 from shardkit.steps.layer_order import order_matters
 from shardkit.steps.state import is_initializer, strip_weak_type
-from shardkit.steps.state_layouts import attach_shardings, match_parameters, shardings
+from shardkit.steps.state_layouts import attach_shardings, match_parameters, match_storage, shardings
 
 Update = Callable[[Any, Any, Any], Any]
 
@@ -56,7 +56,9 @@ def check_carried(
         ValueError: either.
     """
     if carried is None and (reads or carry):
-        needs = "the loss takes carried state" if reads else "carry= updates carried state"
+        needs = "carry= updates carried state"
+        if reads:
+            needs = "the loss takes carried state"
         raise ValueError(f"{where}: {needs}, and there is none. Pass {remedy}.")
     if carried is not None and not (reads or carry):
         raise ValueError(
@@ -75,9 +77,9 @@ class Carried:
         layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
         # For each leaf the LeafLayout of the parameter that it mirrors, or the Storage of a replicated one.
         self._layouts = match_parameters(self.tree, params, layouts, Storage(PartitionSpec()))
-        self.storage = map_layouts(lambda x: x.at_rest() if is_layout(x) else x, self._layouts)
+        self.storage = match_storage(self.tree, params, placement.at_rest)
+        self.specs = match_parameters(self.tree, params, jax.tree.leaves(placement.rest), PartitionSpec())
         check_storage(f"{where}: the carried state", self.tree, self.storage, placement.mesh)
-        self.specs = map_layouts(lambda x: x.rest if is_layout(x) else x.spec, self._layouts)
 
     def enter(self, tree: Any, policy: Precision) -> Any:
         """The state as the loss sees it, inside shard_map.
@@ -87,7 +89,9 @@ class Carried:
         policy = policy._replace(reduce=jnp.float32)  # it has no gradient
 
         def enter_or_keep(layout: Any, x: Any) -> Any:
-            return enter_leaf(self._placement, policy, layout, x) if is_layout(layout) else x
+            if is_layout(layout):
+                return enter_leaf(self._placement, policy, layout, x)
+            return x
 
         return map_layouts(enter_or_keep, self._layouts, tree)
 
@@ -110,11 +114,12 @@ class Carried:
         in_order = self._depends_on_order(carry, shapes)
 
         old = restore_leaves(self.tree, in_order=in_order)
-        inputs = metrics, restore_leaves(params, in_order=in_order)
+        inputs = (metrics, restore_leaves(params, in_order=in_order))
 
-        def update(inputs: Any, old: Any) -> Any:  # weakly typed leaves would compile again
+        def update(inputs: Any, old: Any) -> Any:
             metrics, params = inputs
             new = carry(old, metrics, params)
+            # Weakly typed leaves would compile the next step again.
             return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), new, old)
 
         words = ("a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean.")
@@ -134,39 +139,38 @@ class Carried:
         return order_matters(carry, shapes, stacked, rows)
 
 
-def abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
-    """The shapes and layouts of what `first_carried` returns; `params` are the shapes of the parameters."""
+def make_abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+    """The shapes and layouts of what `make_carried` returns; `params` are the shapes of the parameters."""
     if is_initializer(carried):
         carried = jax.eval_shape(lambda p: carried(unpadded(p)), params)
     carried = jax.eval_shape(lambda tree: tree, _check_arrays(carried))
-    storage = _storage_of(carried, params, mesh, plan)
+    storage = match_storage(carried, params, plan.placement(params, mesh).at_rest)
     shapes = jax.eval_shape(lambda tree: pad_leaves(tree, storage, mesh), carried)
     return attach_shardings(shapes, shardings(mesh, storage))
 
 
-def first_carried(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
+def make_carried(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
     """The carried state of a new TrainState, from its arrays or a function of the parameters, which runs inside jit."""
-    make = carried if is_initializer(carried) else None
-    if make:
-        shapes = _check_arrays(jax.eval_shape(lambda p: make(unpadded(p)), params))
-    else:
-        shapes = carried = jax.tree.map(strip_weak_type, _check_arrays(unpadded(carried)))
-    storage = _storage_of(shapes, params, mesh, plan)
-    layouts = shardings(mesh, storage)
-    if make:
+    at_rest = plan.placement(params, mesh).at_rest
+    if is_initializer(carried):
+        shapes = _check_arrays(jax.eval_shape(lambda p: carried(unpadded(p)), params))
+        storage = match_storage(shapes, params, at_rest)
 
         def init(params: Any) -> Any:
-            tree = jax.tree.map(jnp.asarray, make(unpadded(params)))
+            tree = jax.tree.map(jnp.asarray, carried(unpadded(params)))
             tree = pad_leaves(jax.tree.map(strip_weak_type, tree), storage, mesh)
             return jax.tree.map(jnp.copy, tree)  # a parameter that it returns must not be donated twice
 
-        return jax.jit(init, out_shardings=layouts)(params)
-    carried = jax.device_put(pad_leaves(carried, storage, mesh), layouts)  # host arrays are never whole on a device
+        return jax.jit(init, out_shardings=shardings(mesh, storage))(params)
+    tree = jax.tree.map(strip_weak_type, _check_arrays(unpadded(carried)))
+    storage = match_storage(tree, params, at_rest)
+    layouts = shardings(mesh, storage)
+    tree = jax.device_put(pad_leaves(tree, storage, mesh), layouts)  # host arrays are never whole on a device
 
     def copy(tree: Any) -> Any:  # the caller's own buffers must not be donated
         return jax.tree.map(jnp.copy, tree)
 
-    return jax.jit(copy, out_shardings=layouts)(carried)
+    return jax.jit(copy, out_shardings=layouts)(tree)
 
 
 def _check_arrays(tree: Any) -> Any:
@@ -184,19 +188,13 @@ def _check_arrays(tree: Any) -> Any:
     return tree
 
 
-def _storage_of(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
-    """How each leaf of a carried state is stored."""
-    at_rest = jax.tree.leaves(plan.placement(params, mesh).at_rest)
-    return match_parameters(carried, params, at_rest, Storage(PartitionSpec()))
-
-
 def _check_same(old: Any, new: Any) -> None:
     """Refuses an update that returns another tree, shape or dtype than it was passed."""
     rule = "make_train_step: carry= must return carried state of the same tree, shapes and dtypes"
-    ours = str(jax.tree.structure(new))
-    theirs = str(jax.tree.structure(old))
-    if ours != theirs:
-        raise ValueError(f"{rule}; got {ours} for {theirs}. Return every leaf that it was passed.")
+    old_tree = str(jax.tree.structure(old))
+    new_tree = str(jax.tree.structure(new))
+    if new_tree != old_tree:
+        raise ValueError(f"{rule}; got {new_tree} for {old_tree}. Return every leaf that it was passed.")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         if describe_type(x) != describe_type(y):
             raise ValueError(

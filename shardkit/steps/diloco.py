@@ -29,7 +29,7 @@ from shardkit.steps.alike import AlikePrograms, AlikeRun
 from shardkit.steps.builder import TrainStep
 from shardkit.steps.optimizer import Master
 from shardkit.steps.state import TrainState
-from shardkit.steps.state_layouts import optimizer_storage, shardings
+from shardkit.steps.state_layouts import match_storage, shardings
 
 FragmentOf = Callable[[str, tuple[int, ...]], int | Sequence[int]]
 
@@ -154,7 +154,8 @@ class Diloco:
     @partial(typed, where="diloco")
     def start(self, state: DilocoState, fragment: int = 0) -> Moved:
         """Sends one fragment, for `finish`: the mean of the workers' movements since the last exchange, float32."""
-        return Moved(self._start(self._rows(state, fragment), state.params, fragment), fragment)
+        parts = self._start(self._rows(state, fragment), state.params, fragment)
+        return Moved(parts, fragment)
 
     def finish(self, state: DilocoState, moved: Moved, *, keep: float = 0.0) -> DilocoState:
         """The outer update with what `start` returned; workers go on from it, with `keep` of their own parameters."""
@@ -164,9 +165,9 @@ class Diloco:
             raise ValueError(f"diloco: keep must be at least 0 and below 1; got {keep}. Pass for example 0.5.")
         parts, fragment = moved
         outer = list(state.outer)
-        rows, params, outer[fragment] = self._finish(
-            self._rows(state, fragment), state.params, outer[fragment], parts, keep, fragment
-        )
+        rows = self._rows(state, fragment)
+        rows, params, outer_state = self._finish(rows, state.params, outer[fragment], parts, keep, fragment)
+        outer[fragment] = outer_state
         workers = [self._take_rows(worker, rows) for worker in state.workers]
         return DilocoState(tuple(workers), params, tuple(outer))
 
@@ -266,9 +267,10 @@ class Diloco:
         """The parameters of all workers as one array each, with the rows of one worker after those of another."""
         specs = {}
         for path, spec in self._specs(params).items():
-            first = spec_axes(spec)[0] if len(spec) else ()
+            row_axes = spec_axes(spec)[0] if len(spec) else ()
+            columns = spec[1:]
             # The slow axis is major: a worker's rows stay together, on its own devices.
-            specs[path] = PartitionSpec((self.axis, *first), *spec[1:])
+            specs[path] = PartitionSpec((self.axis, *row_axes), *columns)
         return specs
 
     def _rows(self, state: DilocoState, fragment: int) -> dict[str, jax.Array]:
@@ -291,7 +293,7 @@ class Diloco:
             shards = []
             for shard in rows[path].addressable_shards:
                 # Of the rows of all workers those on this worker's devices. The buffers are taken as they are: nothing
-                # is copied.
+                # is copied, but for a scalar, which is one of the rows.
                 if shard.device in x.sharding.device_set:
                     shards.append(shard.data if x.shape else shard.data[0])
             arrays[path] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
@@ -300,22 +302,24 @@ class Diloco:
     def _pin_outer(self, outer: Any, arrays: dict[str, jax.Array], params: Any) -> Any:
         """The outer state of a fragment, with each array that mirrors a parameter in the parameter's layout."""
         specs = self._specs(params)
-        storage = optimizer_storage(outer, arrays, {path: Storage(specs[path]) for path in arrays})
+        storage = match_storage(outer, arrays, {path: Storage(specs[path]) for path in arrays})
         return lax.with_sharding_constraint(outer, shardings(self.mesh, storage))
 
     def _fragments(self, params: Any) -> list[dict[str, Any]]:
         """The leaves of each fragment by path, each with its rows; `...` for a whole leaf."""
         specs = self._specs(params)
-        fragment_of = dict[str, np.ndarray]()  # one number for a leaf, or one for each row
+        fragment_of: dict[str, np.ndarray] = {}  # one number for a leaf, or one for each row
         for path, x in leaves_by_path(params).items():
-            numbers = np.asarray(self.fragments(path, x.shape) if self.fragments else 0)
+            numbers = np.asarray(0)
+            if self.fragments is not None:
+                numbers = np.asarray(self.fragments(path, x.shape))
             _check_fragments(path, x.shape, specs[path], numbers)
             fragment_of[path] = numbers
         unique_numbers: set[int] = set()
         for numbers in fragment_of.values():
             unique_numbers.update(numbers.ravel().tolist())
         used = sorted(unique_numbers)
-        if used != [*range(len(used))]:
+        if used != list(range(len(used))):
             raise ValueError(f"diloco: fragments must be numbered from 0, none left out; got {used}. Number them so.")
         fragments: list[dict[str, Any]] = [{} for _ in used]
         for path, numbers in fragment_of.items():

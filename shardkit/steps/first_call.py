@@ -19,7 +19,7 @@ from shardkit.on_device.seam import enter
 from shardkit.plans.axis_types import change_axis_types, set_auto_mesh
 from shardkit.plans.manual import record_automatic_splits
 from shardkit.plans.storage import unpadded
-from shardkit.steps.carry import Carried, first_carried
+from shardkit.steps.carry import Carried, make_carried
 from shardkit.steps.examples import Examples, Readings, WrongProgramError, read_traces
 from shardkit.steps.mixed_examples import Mixed, find_mixed
 from shardkit.steps.state import TrainState
@@ -123,7 +123,7 @@ class FirstCall:
         with jax.set_mesh(mesh):
             params = move(params, program.plan.placement(params, mesh).at_rest, mesh)
             if carried is not None:
-                carried = first_carried(carried, params, mesh, program.plan)
+                carried = make_carried(carried, params, mesh, program.plan)
             on_one = state._replace(params=params, carried=carried)
             examples = _split_examples(replace(program, mesh=mesh), on_one, batch)
             return compute_whole_batch(examples, sent, params, batch, key)
@@ -209,10 +209,13 @@ def warn_of_metrics(where: str, mixed: Sequence[Mixed], stacklevel: int) -> None
         by_line.setdefault(metric.met.line, []).append(metric)
     for metrics in by_line.values():
         first = metrics[0]
-        subject = "the loss" if first.name == "loss" else f"the metric {first.name!r}"
-        more = f" (and {len(metrics) - 1} more of that line)" if len(metrics) > 1 else ""
+        subject = f"the metric {first.name!r}"
+        if first.name == "loss":
+            subject = "the loss"
+        if len(metrics) > 1:
+            subject += f" (and {len(metrics) - 1} more of that line)"
         warnings.warn(
-            f"{where}: {subject}{more} must add over its {first.noun}s, {first.describe()}. Return sk.Mean(total, "
+            f"{where}: {subject} must add over its {first.noun}s, {first.describe()}. Return sk.Mean(total, "
             f"weight) of sums over {first.noun}s, or compute it from such means after the call.",
             Unintended,
             stacklevel=stacklevel,

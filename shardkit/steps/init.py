@@ -14,8 +14,8 @@ from shardkit.plans.axis_types import auto_mesh, change_axis_types
 from shardkit.plans.manual import record_automatic_splits
 from shardkit.plans.plan import Plan
 from shardkit.steps.arguments import check_key
-from shardkit.steps.carry import Update, abstract_carried, check_carried, first_carried
-from shardkit.steps.state import TrainState, abstract_state, call_initializer, first_state, is_initializer
+from shardkit.steps.carry import Update, check_carried, make_abstract_carried, make_carried
+from shardkit.steps.state import TrainState, call_initializer, is_initializer, make_abstract_state, make_first_state
 from shardkit.steps.state_layouts import attach_shardings
 
 
@@ -54,9 +54,9 @@ class Init:
         plan = self.plan
         if self._has_automatic_axes:
             plan = record_automatic_splits(plan, params, self.manual)
-        state = abstract_state(params, self.optimizer, mesh, plan, self.policy)
+        state = make_abstract_state(params, self.optimizer, mesh, plan, self.policy)
         if carried is not None:
-            state = state._replace(carried=abstract_carried(carried, state.params, mesh, plan))
+            state = state._replace(carried=make_abstract_carried(carried, state.params, mesh, plan))
         return change_axis_types(state, self.mesh)
 
     @property
@@ -76,7 +76,7 @@ class Init:
                 program = jax.jit(partial(call_initializer, params)).lower(key)
                 arrays = attach_shardings(program.out_info, program.compile().output_shardings)
             plan = record_automatic_splits(plan, arrays, self.manual)
-        state = first_state(params, key, self.optimizer, mesh, plan, self.policy)
+        state = make_first_state(params, key, self.optimizer, mesh, plan, self.policy)
         if carried is None:
             return state
-        return state._replace(carried=first_carried(carried, state.params, mesh, plan))
+        return state._replace(carried=make_carried(carried, state.params, mesh, plan))

@@ -61,7 +61,9 @@ class _LayerReader(FactInterpreter[_Knowledge]):
         return _Knowledge(None, _unit_dims(x))
 
     def literal(self, atom: Any) -> _Knowledge:
-        return _Knowledge(None, _all_dims(atom) if np.size(atom.val) == 1 else _unit_dims(atom.aval))
+        if np.size(atom.val) == 1:
+            return _Knowledge(None, _all_dims(atom))
+        return _Knowledge(None, _unit_dims(atom.aval))
 
     def join(self, facts: Sequence[_Knowledge], variable: Any) -> _Knowledge:
         return _join(facts, variable)
@@ -120,7 +122,9 @@ def _combine(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
 def _join(values: Sequence[_Knowledge], out: Any) -> _Knowledge:
     """What is known of an elementwise result, from operands of its shape."""
     dims_of_layers = {value.layers for value in values} - {None}
-    alike = frozenset.intersection(_all_dims(out), *(value.alike for value in values))
+    alike = _all_dims(out)
+    for value in values:
+        alike &= value.alike
     if not dims_of_layers:
         return _Knowledge(None, alike | _unit_dims(out.aval))
     if len(dims_of_layers) > 1:
@@ -155,10 +159,13 @@ def _broadcast(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
 
 
 def _transpose(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
-    [value] = operands
-    order = equation.params["permutation"]
-    layers = None if value.layers is None else list(order).index(value.layers)
-    return [_Knowledge(layers, frozenset(place for place, dim in enumerate(order) if dim in value.alike))]
+    (value,) = operands
+    order = list(equation.params["permutation"])
+    layers = None
+    if value.layers is not None:
+        layers = order.index(value.layers)
+    alike = frozenset(place for place, dim in enumerate(order) if dim in value.alike)
+    return [_Knowledge(layers, alike)]
 
 
 def _reduce(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
@@ -172,7 +179,9 @@ def _squeeze(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
 
 def _drop_dims(value: _Knowledge, dims: Sequence[int], out: Any) -> _Knowledge:
     remaining = [dim for dim in range(out.aval.ndim + len(dims)) if dim not in dims]
-    layers = remaining.index(value.layers) if value.layers in remaining else None
+    layers = None
+    if value.layers in remaining:
+        layers = remaining.index(value.layers)
     alike = frozenset(place for place, dim in enumerate(remaining) if dim in value.alike)
     return _Knowledge(layers, alike | _unit_dims(out.aval))
 
@@ -184,7 +193,8 @@ def _reshape(operands: list[_Knowledge], equation: Any) -> list[_Knowledge]:
     after = out.aval.shape
     if value.layers is None:
         all_equal = len(value.alike) == len(before)
-        return [_Knowledge(None, _all_dims(out) if all_equal else _unit_dims(out.aval))]
+        alike = _all_dims(out) if all_equal else _unit_dims(out.aval)
+        return [_Knowledge(None, alike)]
     # The layers become the dim of the result that has the same size, and equally many elements before it.
     elements_before = math.prod(before[: value.layers])
     size = before[value.layers]

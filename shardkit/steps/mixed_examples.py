@@ -201,9 +201,14 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
     axes = examples.axes
     dim = examples.dim
 
+    def take_from_neighbor(x: jax.Array) -> jax.Array:
+        return _take_from_neighbor(x, axes) if x.ndim > dim else x
+
     def on_device(params: Any, carried: Any, batch: Any, key: jax.Array | None) -> dict[str, jax.Array]:
-        keys = None if key is None else device_keys(key, batch, examples.placement.batch)
-        local_examples = batch, keys
+        keys = None
+        if key is not None:
+            keys = device_keys(key, batch, examples.placement.batch)
+        local_examples = (batch, keys)
         if examples.parts > 1:
             microbatches = split_microbatches(local_examples, examples.parts)
             first = take_microbatch(microbatches, 0)
@@ -211,7 +216,7 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         else:
             # The examples are sent before the loss: only a device that has the examples of two devices can compute the
             # loss of both. The step itself sends no examples.
-            first = jax.tree.map(lambda x: _take_from_neighbor(x, axes) if x.ndim > dim else x, local_examples)
+            first = jax.tree.map(take_from_neighbor, local_examples)
             second = local_examples
 
         def join(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -251,7 +256,8 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         gaps = find_largest_gaps(params, examples.carried, batch, key, int(planted))
         comparisons = {}
         for name, numbers in gaps.items():
-            comparisons[name] = LossComparison(*np.asarray(numbers).tolist())
+            apart, together, gap = np.asarray(numbers).tolist()
+            comparisons[name] = LossComparison(apart, together, gap)
         return comparisons
 
     return compare
@@ -283,8 +289,10 @@ def _plant(x: Any, dim: int, parts: int, planted: Any) -> Any:
     if jnp.ndim(x) <= dim:
         return x
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    part = x.shape[dim] // parts
-    numbers = jnp.arange(x.shape[dim]).reshape(-1, *[1] * (x.ndim - 1 - dim))
+    length = x.shape[dim]
+    part = length // parts
+    dims_behind = (1,) * (x.ndim - 1 - dim)
+    numbers = jnp.arange(length).reshape(length, *dims_behind)
     is_planted = numbers // part % 2 == 1
     if is_float or dim == 0:  # integers of tokens may be the numbers of documents, of which zeros would make one
         x = jnp.where(is_planted & (planted == Planted.ZEROS), jnp.zeros_like(x), x)

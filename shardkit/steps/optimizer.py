@@ -21,7 +21,7 @@ from shardkit.on_device.precision import LossScale, Precision, next_loss_scale
 from shardkit.plans.plan import Placement
 from shardkit.plans.storage import check_storage, is_padded, pad_leaves, restore_leaves
 from shardkit.steps.layer_order import order_matters
-from shardkit.steps.state_layouts import optimizer_storage, shardings
+from shardkit.steps.state_layouts import match_storage, shardings
 
 
 class Master(NamedTuple):
@@ -47,14 +47,14 @@ def wrap_optimizer(optimizer: Any) -> Any:
     name = getattr(optimizer.update, "__qualname__", type(optimizer).__name__).split(".")[0]
     takes_value = _takes_value(optimizer)
 
-    # Every call goes through here, so that an error gets a note of the arguments that a step passes to an optimizer.
+    # Every call goes through here, so that an error says which arguments a step passes to an optimizer.
     def call_noted(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
         try:
             return call(*args, **extra)
         except Exception as error:
             if isinstance(error, AttributeError) or _is_of_its_arguments(error):
-                raise TypeError(_what_it_is_given(name, f", and fails: {describe_error(error)}")) from error
-            error.add_note(_what_it_is_given(name))
+                raise TypeError(_describe_call(name, f", and fails: {describe_error(error)}")) from error
+            error.add_note(_describe_call(name))
             raise
 
     @wraps(optimizer.update)
@@ -65,9 +65,9 @@ def wrap_optimizer(optimizer: Any) -> Any:
         updates, new = call_noted(optimizer.update, grads, state, params, **extra)
         if _leaf_shapes(updates) != _leaf_shapes(grads):
             rule = ", and must return updates of the gradients' shapes; it returns others"
-            raise TypeError(_what_it_is_given(name, rule))
+            raise TypeError(_describe_call(name, rule))
         if str(jax.tree.structure(state)) != str(jax.tree.structure(new)):
-            raise TypeError(_what_it_is_given(name, ", and must return a state of the same tree; it returns another"))
+            raise TypeError(_describe_call(name, ", and must return a state of the same tree; it returns another"))
         return updates, new
 
     return optax.GradientTransformationExtraArgs(partial(call_noted, optimizer.init), update)
@@ -104,7 +104,8 @@ def _is_of_its_arguments(error: BaseException) -> bool:
     return outside_jax[-1] == "optax"
 
 
-def _what_it_is_given(name: str, failure: str = "") -> str:
+def _describe_call(name: str, failure: str = "") -> str:
+    """The arguments that a step passes to an optimizer, how the call fails, and the remedy."""
     return (
         f"make_train_step: the optimizer {name} gets gradients, its state, the parameters and value=loss{failure}. If "
         "it needs more, pass another one, or wrap it in a GradientTransformation that passes the missing arguments."
@@ -156,7 +157,7 @@ def update_state(
     # split.
     mesh = placement.mesh
     storage = placement.in_update
-    opt_storage = optimizer_storage(state.opt_state, state.params, storage)
+    opt_storage = match_storage(state.opt_state, state.params, storage)
     check_storage("step: the optimizer state", state.opt_state, opt_storage, mesh)
     trees = (grads, state.opt_state, state.params)
     in_order = depends_on_layer_order(optimizer, policy, trees, storage, opt_storage)

@@ -26,7 +26,7 @@ from shardkit.on_device.residuals import residual_shapes, zero_residuals
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import pad_leaves, unpadded
 from shardkit.steps.optimizer import init_opt_state
-from shardkit.steps.state_layouts import attach_shardings, optimizer_storage, shardings
+from shardkit.steps.state_layouts import attach_shardings, match_storage, shardings
 
 _REPLICATED = PartitionSpec()
 
@@ -57,7 +57,9 @@ class TrainState(NamedTuple):
     carried: Any = None
 
 
-def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> TrainState:
+def make_first_state(
+    params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision
+) -> TrainState:
     """The state that a run begins with, without carried state; `params` may be a function of the key."""
     if isinstance(mesh, AbstractMesh):
         sizes = format_sizes(mesh.shape.items())
@@ -81,7 +83,7 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
         pinned = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
         return jax.tree.map(jnp.copy, init_opt_state(optimizer, policy, pinned))
 
-    opt_storage = optimizer_storage(jax.eval_shape(new_opt_state, params), params, update)
+    opt_storage = match_storage(jax.eval_shape(new_opt_state, params), params, update)
 
     # The optimizer's state is made inside jit, in its layout. Outside of jit, its zeros would be whole on one device:
     # twice the size of the model for adam.
@@ -100,8 +102,8 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
     return TrainState(step, params, opt_state, key, loss_scale, residuals)
 
 
-def abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: Precision) -> TrainState:
-    """The shapes, dtypes and layouts of what `first_state` returns, without making an array."""
+def make_abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: Precision) -> TrainState:
+    """The shapes, dtypes and layouts of what `make_first_state` returns, without making an array."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     if is_initializer(params):
         params = jax.eval_shape(partial(call_initializer, params), key)
@@ -110,7 +112,7 @@ def abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: P
     placement = plan.placement(params, mesh)
     rest = placement.at_rest
     opt_state = jax.eval_shape(lambda p: init_opt_state(optimizer, policy, p), params)
-    opt_storage = optimizer_storage(opt_state, params, placement.in_update)
+    opt_storage = match_storage(opt_state, params, placement.in_update)
     storage = (rest, opt_storage)
     params, opt_state = jax.eval_shape(lambda *trees: pad_leaves(trees, storage, mesh), params, opt_state)
     residuals = residual_shapes(params, placement)

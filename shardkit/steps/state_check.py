@@ -15,7 +15,7 @@ from shardkit.on_device.residuals import residual_layouts
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import Storage, is_padded, stored_array
 from shardkit.steps.state import TrainState
-from shardkit.steps.state_layouts import optimizer_storage
+from shardkit.steps.state_layouts import match_storage
 
 
 def state_storage(where: str, state: TrainState, mesh: Any, plan: Plan) -> TrainState:
@@ -25,11 +25,11 @@ def state_storage(where: str, state: TrainState, mesh: Any, plan: Plan) -> Train
     return TrainState(
         step=replicate(state.step),
         params=placement.at_rest,
-        opt_state=optimizer_storage(state.opt_state, state.params, placement.in_update),
+        opt_state=match_storage(state.opt_state, state.params, placement.in_update),
         key=replicate(state.key),
         loss_scale=replicate(state.loss_scale),
         residuals=residual_layouts(where, state.residuals, state.params, placement),
-        carried=optimizer_storage(state.carried, state.params, placement.at_rest),
+        carried=match_storage(state.carried, state.params, placement.at_rest),
     )
 
 

@@ -12,12 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit.plans.storage import Storage, is_padded
 
 
-def optimizer_storage(opt_state: Any, params: Any, update: Any) -> Any:
-    """How each leaf of an optimizer state is stored: as the parameter that it mirrors, in the update, or replicated.
+def match_storage(tree: Any, params: Any, storage: Any) -> Any:
+    """How each leaf of a tree is stored: as the parameter that it mirrors, or replicated.
 
-    A leaf mirrors a parameter if its path ends with the parameter's path and the shapes are equal.
+    `storage` says it of each parameter. A leaf mirrors a parameter if its path ends with the parameter's path and the
+    shapes are equal.
     """
-    return match_parameters(opt_state, params, jax.tree.leaves(update), Storage(PartitionSpec()))
+    return match_parameters(tree, params, jax.tree.leaves(storage), Storage(PartitionSpec()))
 
 
 def match_parameters(tree: Any, params: Any, values: Sequence[Any], default: Any) -> Any:

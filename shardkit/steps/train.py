@@ -73,7 +73,9 @@ class TrainProgram:
         if self.in_loop:
             state = state._replace(params=self._pin(state.params, placement))
         carried = Carried("step", state.carried, state.params, placement)
-        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        scale = jnp.float32(1)
+        if state.loss_scale:
+            scale = state.loss_scale.scale
 
         microbatches = self.microbatches.for_batch(batch, placement)
         with noting_trained() as noted:  # tracing the GradFn notes the leaves that it trains
@@ -172,7 +174,9 @@ class TrainProgram:
             axis_names=set(self.manual),
         )
         params = gather(params)
-        return self._pin(params, placement) if self.plan.automatic else params
+        if self.plan.automatic:
+            params = self._pin(params, placement)
+        return params
 
     def _pin(self, params: Any, placement: Placement) -> Any:
         # The specs of shard_map say nothing of the partitioner's axes. Unpinned, it might lay the parameters out in
