@@ -44,9 +44,8 @@ class Candidate(NamedTuple):
         activation_bytes: residuals of the backward.
         usable_bytes: the usable share of the chip's memory.
         compute_seconds: time of compute.
-        hidden_seconds: time of FSDP and data-parallel communication, which can overlap with compute.
-        exposed_seconds: time of what a layer or a stage waits for, which cannot: of tensor ways, experts, stages, and
-            of a ring that takes longer than its attention.
+        hidden_seconds: time on the wire while the device computes.
+        exposed_seconds: time on the wire while it waits.
         mfu: model FLOPs utilization, a fraction.
         by_axis: (axis of the layout, seconds on its wire, hidden or not).
         bubble: what the pipeline wastes over its work, a fraction; it is part of the compute and exposed seconds.
@@ -77,9 +76,7 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Seconds per step."""
-        # The gathers and sums of a layer run beside the compute of its neighbors: of the two the longer one counts. For
-        # what is exposed a layer waits.
-        return max(self.compute_seconds, self.hidden_seconds) + self.exposed_seconds
+        return self.compute_seconds + self.exposed_seconds
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh of the layout, over these devices or all; `sk.abstract_mesh(**layout.axes)` needs none."""

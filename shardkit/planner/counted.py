@@ -28,6 +28,7 @@ from shardkit.on_device.handles import cast_floating
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.estimate import check_at_most_a_billion, check_machine
+from shardkit.planner.habits import habits_of
 from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
 from shardkit.plans.dim_rules import is_in_subtrees
@@ -214,15 +215,27 @@ def search_counted(model: Counted, machine: Machine, chips: int, batch: int) -> 
 
 def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int, state: float, traffic: PlanTraffic) -> Any:
     """The estimate of one layout, with this many examples per step on a device, which holds `state` bytes."""
-    exposed = _sum_bytes(traffic.gathered)
-    hidden = _sum_bytes(traffic.opened) + _sum_bytes(traffic.reduced)
     # All devices are one group along "data".
     link = machine.find_link(Layout(data=ways.data), "data")
     transfers = 2  # a sum of gradients is a scatter and a gather; a whole tree is gathered once and scattered once
     if ways.plan == "layerwise":
         transfers = 3 * model.layers * ways.accumulate  # two gathers and a scatter
+    gathered_by_layer = _sum_bytes(traffic.opened)
+    reduced = _sum_bytes(traffic.reduced)
+    sent = _sum_bytes(traffic.gathered) + gathered_by_layer + reduced
+    wire = link.seconds(sent, transfers * (ways.data - 1))
     peak = machine.chip.flops
     compute = examples * model.counts.step_flops / (peak * machine.efficiency)
+    # What is sent layer by layer hides behind the neighbours' compute, as far as the compiler lets it.
+    overlap = habits_of(machine.chip).overlap
+    hidden = 0.0
+    if ways.plan == "layerwise" and sent:
+        hideable = 0.0
+        if overlap.gathers:
+            hideable += gathered_by_layer
+        if overlap.scatters:
+            hideable += reduced
+        hidden = min(wire * hideable / sent, overlap.compute * compute)
     fields: dict[str, Any] = {"model": model, "layout": ways}
     candidate: Any = CountedCandidate(
         **fields,
@@ -230,8 +243,8 @@ def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int, state
         activation_bytes=model.counts.kept_bytes * (examples // ways.accumulate),
         usable_bytes=machine.usable_bytes,
         compute_seconds=compute,
-        hidden_seconds=link.seconds(hidden, transfers * (ways.data - 1)),
-        exposed_seconds=link.seconds(exposed),
+        hidden_seconds=hidden,
+        exposed_seconds=wire - hidden,
         mfu=0.0,
     )
     if candidate.seconds:

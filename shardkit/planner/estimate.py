@@ -2,15 +2,13 @@
 
 - Memory per device: that of the worst moment of a step, by the list of buffers in `memory.py`.
 - Time per step: that of the operations in `operations.py`, whose matmuls reach `efficiency` of the chip's peak, and of
-  what is sent, by `traffic.py`, over the links of `cost/links.py`. FSDP's and data parallelism's collectives overlap
-  with compute, tensor parallelism's do not: step = max(compute, fsdp + data) + tensor.
-- A ring of attention sends while its products run, so that what takes longer than they do is exposed; exchanges of
-  experts, and what a stage sends to the next, are exposed.
+  what is sent, by `traffic.py`, over the links of `cost/links.py`, as far as `overlap.py` says that it is exposed.
+- What a stage sends to the next is exposed.
 - A pipeline saves the stage's input of every microbatch in flight and recomputes all else, so that a microbatch costs a
   forward more, and computes at each tick what any stage does (`mode="masked"`).
 - Latency counts where links were measured; published ones have none, so that times are lower bounds, as those of `aot`.
 
-The figures rank layouts. What a compiler makes of a step is its own affair, but for the few rows of `habits.py`.
+The figures rank layouts. What a compiler makes of a step is its own affair, except for the few rows of `habits.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ from shardkit.planner.layout import REMAT, Layout
 from shardkit.planner.machine import Machine
 from shardkit.planner.memory import find_peak
 from shardkit.planner.model import Model, check_sizes
-from shardkit.planner.operations import time_attention, time_operations
+from shardkit.planner.operations import time_operations
+from shardkit.planner.overlap import hide_traffic, time_traffic
 from shardkit.planner.pipelined import run_pipeline
 from shardkit.planner.share import Share, find_misfit, find_share
-from shardkit.planner.traffic import count_stage_input, count_traffic
+from shardkit.planner.traffic import count_stage_input
 
 _MOST = 10**9
 
@@ -81,16 +80,10 @@ def estimate_checked(model: Model, layout: Layout, machine: Machine, batch: int,
     share = find_share(model, layout, batch, sequence)
     peak = find_peak(share, machine.chip)
     activations = peak.activations
-    seconds = _time_traffic(share, machine)
     compute = time_operations(share, machine)
-    # Gradients and the weights of other layers travel while a layer computes. Activations do not: the next matmul waits
-    # for a gather over tensor ways, and an expert for its rows.
-    hidden = seconds["data"] + seconds["fsdp"]
-    exposed = seconds["tensor"] + seconds["expert"]
-    if layout.context > 1:
-        # Keys and values of the next part travel while the scores of this one are computed.
-        attention = share.layer_runs * time_attention(share, machine)
-        exposed += max(0.0, seconds["context"] - attention)
+    seconds = time_traffic(share, machine)
+    hidden = hide_traffic(share, machine, seconds, compute)
+    exposed = sum(seconds.values()) - seconds["stage"] - hidden
     bubble = 0.0
     if layout.stage > 1:
         run = run_pipeline(layout)
@@ -117,18 +110,6 @@ def estimate_checked(model: Model, layout: Layout, machine: Machine, batch: int,
     flops = float(batch * sequence * 3 * model.flops(sequence))
     mfu = cost.mfu(flops, candidate.seconds, peak=machine.chip, chips=layout.chips)
     return candidate._replace(mfu=mfu)
-
-
-def _time_traffic(share: Share, machine: Machine) -> dict[str, float]:
-    """Seconds on the wire, by the axis of `Layout`."""
-    seconds = {}
-    for axis, traffic in count_traffic(share).items():
-        if traffic.sent:
-            link = machine.find_link(share.layout, axis)
-            seconds[axis] = link.seconds(traffic.sent, traffic.messages)
-        else:
-            seconds[axis] = 0.0
-    return seconds
 
 
 def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequence: int) -> tuple[Layout, int, int]:

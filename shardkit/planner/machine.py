@@ -40,6 +40,12 @@ class Machine(NamedTuple):
         kind = "ppermute" if axis in _PERMUTED_AXES else "all_gather"
         return link_of_group(self.chip, kind, _locate_group(self.chip, layout, axis))
 
+    def count_dims(self, layout: Layout, axis: str) -> int:
+        """The dims of a torus along which the members of an axis extend; 0 of GPUs."""
+        if not self.chip.torus:
+            return 0
+        return _locate_group(self.chip, layout, axis).dims
+
 
 def _locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
     """Where the members of an axis stand, of a layout over all chips: the last axis has the nearest ones.
@@ -69,8 +75,8 @@ def _locate_group(chip: cost.Chip, layout: Layout, axis: str) -> Group:
 def _find_extent(layout: Layout, axis: str) -> tuple[int, int]:
     """The members of a group, and how many chips neighbours are apart."""
     inner = layout.tensor * layout.context * layout.expert
-    # Gradients are summed over data and context ways together, whose nearest members differ in context;
-    # with expert ways, in those. fsdp ways between those of data are then left out.
+    # Gradients are summed over data, context and expert ways together, whose nearest members differ in context, or in
+    # expert ways. fsdp ways between those of data are then left out.
     data_stride = layout.tensor
     if layout.context == layout.expert == 1:
         data_stride = layout.tensor * layout.fsdp
@@ -79,7 +85,7 @@ def _find_extent(layout: Layout, axis: str) -> tuple[int, int]:
         "context": (layout.context, layout.tensor),
         "expert": (layout.expert, layout.tensor * layout.context),
         "fsdp": (layout.fsdp, inner),
-        "data": (layout.data * layout.context, data_stride),
+        "data": (layout.data * layout.context * layout.expert, data_stride),
         "stage": (layout.stage, layout.chips // layout.stage),
     }
     return extents[axis]

@@ -39,7 +39,7 @@ def time_operations(share: Share, machine: Machine) -> float:
     micro = share.model.layers * time_layer(share, machine) + _time_tables(share, machine)
     if share.passes > 1:
         micro += _time([OperationCost(0, 12 * _count_gradients(share))], machine)  # two terms and a sum, in float32
-    seconds = share.passes * micro + _time_update(share, machine)
+    seconds = share.passes * micro + time_update(share, machine)
     if share.layout.stage > 1:
         seconds += share.passes * _time_stage_forward(share, machine)
     return seconds
@@ -78,8 +78,9 @@ def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
     elementwise_backward = OperationCost(0, 32 * stream + 4 * heads + 8 * sizes.inner)
     # Rows of experts moved to their places, back, and summed with their gates; their gradients move as much.
     routing = OperationCost(0, habits.routing * sizes.rows)
+    gradients = OperationCost(0, habits.weight_gradient * sizes.layer)
     # A scan fills the stack of what all layers save with zeros, writes into it, and reads from it.
-    saved = OperationCost(0, 3 * count_saved(share, share.layout.remat))
+    saved = OperationCost(0, (3 + habits.saved) * count_saved(share, share.layout.remat))
 
     repeated: list[OperationCost] = []
     if share.layout.remat == "selective":
@@ -88,7 +89,7 @@ def _time_layer(share: Share, machine: Machine, habits: Habits) -> float:
         repeated = [*products[:-1], elementwise]  # not the last matmul, whose result nothing needs
     forward = [*products, elementwise, saved, routing]
     recomputation = [*repeated, routing]
-    backward = [*products, *products, elementwise_backward, routing]
+    backward = [*products, *products, elementwise_backward, gradients, routing]
     return _time([*forward, *recomputation, *backward], machine) + time_attention(share, machine)
 
 
@@ -157,7 +158,7 @@ def _time_tables(share: Share, machine: Machine) -> float:
     )
 
 
-def _time_update(share: Share, machine: Machine) -> float:
+def time_update(share: Share, machine: Machine) -> float:
     """Seconds of what happens once a step."""
     sizes = count_sizes(share)
     layer_parts = share.model.layers * sizes.layer / share.layout.fsdp
@@ -223,7 +224,7 @@ def _count_softmax(sizes: Sizes, model: Model, habits: Habits) -> list[Operation
     scores = sizes.scores
     product = 2 * scores * model.head
     return [
-        OperationCost(product, 4 * scores),  # written in float32
+        OperationCost(product, (4 + habits.attention_mask) * scores),  # masked, and written in float32
         OperationCost(0, 4 * scores),  # read for the sum of their exponentials
         OperationCost(0, 6 * scores),  # read for the weights, which are written in bfloat16
         OperationCost(product, 2 * scores),
@@ -237,7 +238,7 @@ def _count_softmax_backward(sizes: Sizes, model: Model, habits: Habits) -> list[
     product = 2 * scores * model.head
     return [
         OperationCost(product, 4 * scores),
-        OperationCost(0, 2 * habits.score_pass * scores),
+        OperationCost(0, habits.score_pass_backward * scores),
         OperationCost(product, 2 * scores),
         OperationCost(product, 2 * scores),
         OperationCost(product, 2 * scores),

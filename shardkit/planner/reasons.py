@@ -82,9 +82,7 @@ def _say_what_binds(best: Candidate) -> str:
         compute += f" ({best.bubble:.0%} more than without the pipeline's waste)"
     hidden = f"hidden communication {best.hidden_seconds:.2f} s"
     exposed = f"exposed communication {best.exposed_seconds:.2f} s"
-    if best.hidden_seconds > best.compute_seconds:
-        parts = f"the links bind: {hidden}, more than {compute}; {exposed}"
-    elif best.exposed_seconds > 0.2 * best.seconds:
+    if best.exposed_seconds > 0.2 * best.seconds:
         parts = f"exposed communication binds: {exposed}, {compute}, {hidden}"
     else:
         parts = f"compute binds: {compute}, {exposed}, {hidden}"
@@ -127,10 +125,9 @@ def _list_usual(layout: Layout, judge: Judge) -> Iterator[tuple[str, Candidate |
         "fsdp alone": Layout(fsdp=chips),
         "fsdp, tensor 8": Layout(fsdp=chips // 8, tensor=8),
         "data, fsdp 8, tensor 8": Layout(data=chips // 64, fsdp=8, tensor=8),
-        "fsdp, 4 stages, tensor 8": Layout(fsdp=chips // 32, tensor=8, stage=4),
     }
     for name, usual_layout in usual.items():
-        # Where the chips do not divide by 8, 32 or 64, `//` has rounded: that is a layout of fewer chips.
+        # Where the chips do not divide by 8 or 64, `//` has rounded: that is a layout of fewer chips.
         if usual_layout.chips == chips:
             yield name, _judge_usual(usual_layout, judge)
 
@@ -141,10 +138,7 @@ def _judge_usual(layout: Layout, judge: Judge) -> Candidate | str:
     refusal = ""
     for remat in REMAT:
         for passes in _PASSES:
-            if layout.stage > 1:
-                variant = layout._replace(remat=remat, microbatches=passes)
-            else:
-                variant = layout._replace(remat=remat, accumulate=passes)
+            variant = layout._replace(remat=remat, accumulate=passes)
             try:
                 candidates.append(judge(variant))
             except ValueError as error:

@@ -10,13 +10,13 @@ import shardkit as sk
 from benchmarks import planned
 from shardkit import cost, planner
 from shardkit.analysis.hlo.compute import clock_of
-from shardkit.planner import Layout, Model, memory, operations
-from shardkit.planner.habits import GPU, TPU
+from shardkit.planner import Layout, Model, memory, operations, overlap
+from shardkit.planner.habits import Overlap, habits_of
 from shardkit.planner.machine import Machine
 from shardkit.planner.memory import count_held
 from shardkit.planner.share import find_share
 from shardkit.planner.source import source_of
-from shardkit.planner.traffic import count_traffic
+from shardkit.planner.traffic import count_parameter_traffic, count_traffic
 from support.refusals import refused, type_error
 
 pytestmark = pytest.mark.check
@@ -73,11 +73,11 @@ def test_time_by_hand():
     matrices, tables, gains = 4 * 16 * 1024**2 / 2, 2 * 32000 * 1024 / 2, 9 * 1024
     fsdp = (2 * (2 * 2 + 4) * (matrices + 8 * 1024) + (2 + 4) * (tables + 1024)) / 2
     data = 4 * (matrices + tables) / 2 + 2 * 3 / 4 * 4 * gains / 2 + 2 * 3 / 4 * 16
-    assert found.hidden_seconds == pytest.approx((fsdp + data) / (2 * chip.link_bandwidth))
     # microbatches of one sequence: embedding and head exchange four times, a layer ten times; and the loss's sums
-    exposed = 2 * (2 * 512 * 1024 * (4 + 4 * 10) + 2 * 16 * 512) / 2
-    assert found.exposed_seconds == pytest.approx(exposed / (2 * chip.link_bandwidth))
-    assert found.seconds == max(found.compute_seconds, found.hidden_seconds) + found.exposed_seconds
+    tensor = 2 * (2 * 512 * 1024 * (4 + 4 * 10) + 2 * 16 * 512) / 2
+    # a v5p's compiler runs each collective alone
+    assert found.exposed_seconds == pytest.approx((fsdp + data + tensor) / (2 * chip.link_bandwidth))
+    assert found.hidden_seconds == 0 and found.seconds == found.compute_seconds + found.exposed_seconds
     flops = cost.transformer_flops(layers=4, hidden=1024, sequence=512, batch=8, vocabulary=32000, gated=True)
     assert found.mfu == pytest.approx(flops / 8 / chip.flops / found.seconds)
     full = planner.estimate(SMALL, layout._replace(remat="full"), **job)
@@ -90,10 +90,41 @@ def test_time_by_hand():
     assert half.compute_seconds == pytest.approx(2 * alone.compute_seconds)
 
 
+def test_what_compilers_hide_by_hand():
+    def found(chip, bandwidth=1e9, **ways):
+        changed = cost.chips[chip]._replace(link_bandwidth=bandwidth)
+        return planner.estimate(SMALL, Layout(**ways), chip=changed, batch=8, sequence=512)
+
+    parts = count_parameter_traffic(find_share(SMALL, Layout(fsdp=8), 8, 512))
+    fast = found("h100", 1e15, fsdp=8)
+    assert fast.hidden_seconds == pytest.approx((parts.gathers + parts.scatters) / 1e15)
+    assert fast.exposed_seconds == pytest.approx(parts.tables / 1e15)
+    # slow links: no more than what stands between the start and the end of the collectives
+    slow = found("h100", 1e6, fsdp=8)
+    metrics = dict(slow.by_axis)["data"]
+    assert slow.hidden_seconds == pytest.approx(0.45 * slow.compute_seconds + metrics)
+    assert slow.hidden_seconds + slow.exposed_seconds == pytest.approx(parts.sent / 1e6 + metrics)
+    # sums over data ways run beside the optimizer alone, which moves 28 bytes a parameter, and the cast of layers, 6
+    sums = found("h100", 1e6, data=8)
+    layers, tables = 16 * 1024**2 * 4, 2 * 32000 * 1024
+    moved = 28 * (layers + tables) + 6 * layers
+    assert sums.hidden_seconds == pytest.approx(moved / cost.chips["h100"].hbm_bandwidth)
+    # a v5e's compiler hides gathers, and no scatters; its group of eight extends along two dims, of two links each
+    light = found("v5e", 1e15, fsdp=8)
+    assert light.hidden_seconds == pytest.approx(parts.gathers / 4e15)
+    assert light.exposed_seconds == pytest.approx((parts.scatters + parts.tables) / 4e15)
+    # along all three dims of a v5p a scatter is an all_reduce; without fsdp gradients are summed in bfloat16
+    cube = found("v5p", 1e15, fsdp=8)
+    assert cube.exposed_seconds == pytest.approx((parts.gathers + 2 * parts.scatters + parts.tables) / 6e15)
+    halved = found("v5p", 1e15, data=8)
+    assert halved.exposed_seconds == pytest.approx(sent_over("data", SMALL, Layout(data=8), 1, 512) / 2 / 6e15)
+
+
 def test_groups_that_leave_a_gpu_host_are_bound_by_its_network():
     def seconds_of(name, **ways):
         chip = cost.chips["h100"]._replace(**{name: 1.0})
-        return planner.estimate(SMALL, Layout(**ways), chip=chip, batch=64, sequence=512).hidden_seconds
+        found = planner.estimate(SMALL, Layout(**ways), chip=chip, batch=64, sequence=512)
+        return found.hidden_seconds + found.exposed_seconds
 
     def sent(axis, fsdp, data=1):
         return sent_over(axis, SMALL, Layout(data, fsdp), 64 // (fsdp * data), 512)
@@ -177,7 +208,7 @@ def test_rows_of_experts_take_their_places_or_the_worst_case():
     assert dropless.rows(192, 64) == 192 * 2 and dropless.rows(192, 64, ways=8) == 8 * 192 * 1
     job = {"chip": "v5p", "batch": 8, "sequence": 64}
     split = planner.estimate(model, Layout(expert=8), **job)
-    assert split.exposed_seconds == dict(split.by_axis)["expert"] > 0
+    assert split.exposed_seconds == sum(dict(split.by_axis).values()) and dict(split.by_axis)["expert"] > 0
     assert planner.estimate(dropless, Layout(expert=8), **job).compute_seconds > 2 * split.compute_seconds
     mixed = planner.search(model._replace(dense=2, layers=4), chips=8, **job)
     assert any(each.layout.stage > 2 for each in mixed), "a stage has fewer layers than there are without experts"
@@ -195,8 +226,9 @@ def test_predictions_beside_what_was_compiled():
     ratios = {row.name: planned.beside(row, records[row.name]) for row in known}
     for name, ratio in ratios.items():
         assert abs(ratio["held"] - 1) < 0.01 and abs(ratio["peak"] - 1) < 0.1, name
-        assert ratio["written"] == pytest.approx(1, abs=1e-9) and 0.5 < ratio["step"] < 1.1, name
-    assert planned.tau(planned.pairs(records)) > 0.8
+        assert ratio["written"] == pytest.approx(1, abs=1e-9) and 0.8 < ratio["step"] < 1.15, name
+    close = [name for name, ratio in ratios.items() if 0.9 <= ratio["step"] <= 1.1]
+    assert len(close) >= 0.85 * len(ratios) and planned.tau(planned.pairs(records)) > 0.95
 
 
 def error_of(figure, rows, records):
@@ -207,27 +239,38 @@ def error_of(figure, rows, records):
 
 # Catches a habit of a compiler that predictions do without, and one whose recorded error is not what the records say.
 @pytest.mark.parametrize(
-    ("habit", "figure", "of", "with_it", "without"),
+    ("habit", "neutral", "figure", "of", "with_it", "without"),
     [
-        ("cast_layer", "peak", "TPU", 0.020, 0.057),
-        ("attention_mask", "peak", "GPU", 0.029, 0.076),
-        ("score_gradient", "peak", "GPU", 0.029, 0.043),
-        ("score_pass", "compute", "GPU", 0.188, 0.306),
-        ("routing", "compute", "experts", 0.046, 0.197),
+        ("cast_layer", 0, "peak", "TPU", 0.020, 0.057),
+        ("attention_mask", 0, "peak", "GPU", 0.029, 0.076),
+        ("score_gradient", 0, "peak", "GPU", 0.029, 0.043),
+        ("score_pass", 0, "compute", "GPU", 0.020, 0.055),
+        ("score_pass_backward", 0, "compute", "GPU", 0.020, 0.105),
+        ("weight_gradient", 0, "compute", "GPU", 0.020, 0.076),
+        ("saved", 0, "compute", "GPU", 0.020, 0.029),
+        ("routing", 0, "compute", "experts", 0.045, 0.196),
+        ("gradient_sum", 4, "step", "TPU without fsdp", 0, 0),
+        ("scatter", 1, "step", "v5p", 0, 0),
+        ("overlap", Overlap(), "step", "GPU", 0.032, 0.190),
+        ("overlap", Overlap(), "step", "v5e", 0, 0),
     ],
 )
-def test_predictions_get_worse_without_a_habit_of_the_compilers(habit, figure, of, with_it, without, monkeypatch):
+def test_predictions_get_worse_without_a_habit_of_the_compilers(
+    habit, neutral, figure, of, with_it, without, monkeypatch
+):
     records = planned.stored()
     chosen = {
         "TPU": lambda row: not row.topology.startswith("h100"),
+        "TPU without fsdp": lambda row: not row.topology.startswith("h100") and row.layout.fsdp == 1,
+        "v5p": lambda row: row.topology.startswith("v5p"),
+        "v5e": lambda row: row.topology.startswith("v5e"),
         "GPU": lambda row: row.topology.startswith("h100"),
         "experts": lambda row: planned.MODELS[row.model].experts,
     }
     rows = [row for row in planned.rows() if row.name in records and chosen[of](row)]
     assert error_of(figure, rows, records) == pytest.approx(with_it, abs=1e-3)
-    for module in (memory, operations):
-        reduced = {True: TPU._replace(**{habit: 0}), False: GPU._replace(**{habit: 0})}
-        monkeypatch.setattr(module, "habits_of", lambda chip, reduced=reduced: reduced[bool(chip.torus)])
+    for module in (memory, operations, overlap):
+        monkeypatch.setattr(module, "habits_of", lambda chip: habits_of(chip)._replace(**{habit: neutral}))
     assert error_of(figure, rows, records) == pytest.approx(without, abs=1e-3)
     assert without > 1.45 * with_it
 
@@ -292,8 +335,9 @@ def test_measured_links_replace_the_chips_and_their_messages_take_their_latency(
     layers = 2 * 4  # microbatches x layers
     fsdp = sent["fsdp"] / 2e9 + 3 * layers * 2 * 2e-3
     data = sent["data"] / 1e9 + 2 * 1e-3
-    assert found(links=links).hidden_seconds == pytest.approx(fsdp + data)
-    assert found(links=links).exposed_seconds == pytest.approx(sent["tensor"] / 3e9 + (4 * 2 + layers * 10) * 3e-3)
+    tensor = sent["tensor"] / 3e9 + (4 * 2 + layers * 10) * 3e-3
+    assert dict(found(links=links).by_axis) == pytest.approx({"data": data, "fsdp": fsdp, "tensor": tensor})
+    assert found(links=links).exposed_seconds == pytest.approx(fsdp + data + tensor)
     full = found(layout._replace(remat="full"), links=links)
     assert full.exposed_seconds > found(links=links).exposed_seconds
     assert found(links=links).compute_seconds == found().compute_seconds
