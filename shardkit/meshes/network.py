@@ -138,11 +138,13 @@ def _locate_in_hosts(devices: Sequence[Any]) -> np.ndarray:
     """The host of each device, and its number there in the order of the devices, [devices, 2]."""
     # A host is one process of one slice.
     hosts = [(_find_slice(device), device.process_index) for device in devices]
-    sorted_hosts = sorted(set(hosts))
+    host_numbers = {}
+    for number, host in enumerate(sorted(set(hosts))):
+        host_numbers[host] = number
     counts = Counter[tuple[int, int]]()
     positions = []
     for host in hosts:
-        positions.append((sorted_hosts.index(host), counts[host]))
+        positions.append((host_numbers[host], counts[host]))
         counts[host] += 1
     return np.array(positions)
 
