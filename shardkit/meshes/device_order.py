@@ -25,6 +25,7 @@ from shardkit.meshes.network import (
     Moves,
     Network,
     arrange_devices,
+    count_members,
     find_network,
     time_busiest_link,
     time_load,
@@ -149,7 +150,7 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
     used = []
     for load in loads:
         # What sends nothing has no say in the order.
-        if load.sent and _count_members(axes, load) > 1:
+        if load.sent and count_members(axes, load) > 1:
             used.append(load)
     search = _Search(network, axes, used)
     best = search.find_best()
@@ -165,11 +166,6 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
         usual_rows = [row._replace(seconds=row.usual) for row in rows]
         return order._replace(places=jax_order, rows=tuple(usual_rows))
     return order
-
-
-def _count_members(axes: Mapping[str, int], load: Load) -> int:
-    """The devices of one group."""
-    return math.prod(axes[axis] for axis in load.axes)
 
 
 def _order_by_jax(devices: Sequence[Any], axes: Mapping[str, int], coordinates: Coordinates) -> Coordinates:
@@ -207,7 +203,7 @@ class _Search:
         self.loads = loads
         self.factorizations = _factorize(network)
         self.sizes = axes
-        self.axes = {axis: size for axis, size in axes.items() if size > 1}
+        self.axes = {axis: size for axis, size in axes.items() if size > 1}  # an axis of size 1 gets no factors
         # The axes that send most come first: with a bad set of factors for them, the search ends early.
         sent_of = dict.fromkeys(axes, 0.0)
         for load in loads:
@@ -224,7 +220,7 @@ class _Search:
             self._assign({}, factors, 0.0)
         factors_of_axes = []
         for axis in self.sizes:
-            factors_of_axes.append(self.chosen.get(axis, ()))  # an axis of size 1 has no factors
+            factors_of_axes.append(self.chosen.get(axis, ()))
         return _locate(self.network, factors_of_axes)
 
     def _assign(self, chosen: dict[str, _Factors], free: _Factors, seconds: float) -> None:
@@ -263,7 +259,7 @@ class _Search:
 
     def _time_alone(self, load: Load) -> float:
         """The least seconds that the load can have."""
-        size = _count_members(self.sizes, load)
+        size = count_members(self.sizes, load)
         least = math.inf
         for free in self.factorizations:
             for factors in _choose_factors(free, size):

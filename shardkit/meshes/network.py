@@ -188,13 +188,18 @@ class Load(NamedTuple):
     moves: Moves = 1
 
 
+def count_members(axes: Mapping[str, int], load: Load) -> int:
+    """How many devices a group of a load has."""
+    return math.prod(axes[axis] for axis in load.axes)
+
+
 def time_load(network: Network, axes: Mapping[str, int], order: Coordinates, load: Load) -> float:
     """Seconds of the busiest link for a load; `order` has the coordinates of a mesh's devices, in row-major order."""
     grid = np.array(order).reshape(*axes.values(), len(network.dims))
     names = list(axes)
     inner = [names.index(axis) for axis in load.axes]
     outer = [number for number in range(len(names)) if number not in inner]
-    members = math.prod(axes[axis] for axis in load.axes)
+    members = count_members(axes, load)
     # From [*mesh, dims] to [groups, members, dims]: the axes of the load number the members of a group, all others the
     # groups.
     groups = grid.transpose(*outer, *inner, len(names)).reshape(-1, members, len(network.dims))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 StagePlacement = Literal["loop", "v"]
@@ -39,6 +39,11 @@ Rows = tuple[tuple[Cell, ...], ...]
 def make_cell(stage: int, op: str, microbatch: int) -> Cell:
     """A cell with one action."""
     return (Action(stage, op, microbatch),)
+
+
+def make_cells(stage: int, op: str, microbatches: Iterable[int]) -> list[Cell]:
+    """Cells with one action each, for one microbatch after the other."""
+    return [make_cell(stage, op, i) for i in microbatches]
 
 
 def count_ticks(rows: Sequence[Sequence[Cell]]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import product
 from typing import NamedTuple, NoReturn, get_args
 
@@ -44,6 +44,10 @@ def find_needs(action: Action, last_stage: int, actions: Container[Action]) -> l
     return needs
 
 
+def _find_last_stage(actions: Iterable[Action]) -> int:
+    return max((action.stage for action in actions), default=0)
+
+
 def refuse(name: str, reason: str, rows: Sequence[Sequence[Cell]], device: int, tick: int) -> NoReturn:
     """Raises with the grid and an arrow under the cell."""
     raise ValueError(f"{name}: {reason}\n{draw_grid(rows, (device, tick))}")
@@ -66,7 +70,7 @@ def _refuse_late_input(name: str, rows: Rows, device: int, tick: int) -> None:
     ticks: dict[Action, int] = {}
     for cell_tick, _, cell in walk_cells(rows):
         ticks.update(dict.fromkeys(cell, cell_tick))
-    last_stage = max(action.stage for action in ticks)
+    last_stage = _find_last_stage(ticks)
     for action in rows[device][tick]:
         for need in find_needs(action, last_stage, ticks):
             if ticks[need] >= tick:
@@ -106,7 +110,7 @@ def _check_complete(name: str, rows: Rows, placement: StagePlacement, ticks: dic
     """Refuses a table in which a stage leaves out a microbatch."""
     devices = len(rows)
     microbatches = max(action.microbatch for action in ticks) + 1
-    chunks = max(action.stage for action in ticks) // devices + 1
+    chunks = _find_last_stage(ticks) // devices + 1
     for i, stage in product(range(microbatches), range(chunks * devices)):
         is_split = Action(stage, "I", i) in ticks or Action(stage, "W", i) in ticks
         for op in "FIW" if is_split else "FB":
@@ -193,7 +197,7 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
                 order.append((column, cell))
                 home.update(dict.fromkeys(cell, device))
         orders.append(order)
-    last_stage = max((action.stage for action in home), default=0)
+    last_stage = _find_last_stage(home)
     table: list[list[Cell]] = [[] for _ in rows]
     ticks: dict[Action, int] = {}
     next_cells = [0] * len(rows)  # how far along its order each device is

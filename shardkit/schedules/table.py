@@ -223,7 +223,7 @@ def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> 
 
 def _find_ends(schedule: Grid) -> np.ndarray:
     """See `Table.ends`."""
-    last_stage = max(action.stage for action in schedule.ticks)
+    last_stage = schedule.devices * schedule.chunks - 1
     has_backward = any(action.op in "BI" for action in schedule.ticks)
     # In training the head runs with the backward of the last stage, which needs its cotangent; in an evaluation with
     # the forward.
