@@ -25,6 +25,7 @@ from shardkit.meshes.network import (
     Moves,
     Network,
     arrange_devices,
+    count_members,
     find_network,
     time_busiest_link,
     time_load,
@@ -100,14 +101,16 @@ class DeviceOrder(NamedTuple):
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("kind", "axes", "sent/device", "jax's order", "this order", "at least")]
         for row in self.rows:
-            times = _milliseconds(row.usual, row.seconds, row.bound)
-            rows.append((row.load.kind, ",".join(row.load.axes), f"{row.load.sent / 2**20:,.1f} MiB", *times))
-        rows.append(("in all", "", "", *_milliseconds(self.usual, self.seconds, self.bound)))
+            sent = f"{row.load.sent / 2**20:,.1f} MiB"
+            times = map(_format_milliseconds, (row.usual, row.seconds, row.bound))
+            rows.append((row.load.kind, ",".join(row.load.axes), sent, *times))
+        totals = map(_format_milliseconds, (self.usual, self.seconds, self.bound))
+        rows.append(("in all", "", "", *totals))
         return f"mesh {format_sizes(self.axes.items())} on {self.network}, ms of the busiest link\n{table(rows)}"
 
 
-def _milliseconds(*seconds: float) -> list[str]:
-    return [f"{1e3 * time:,.3f}" for time in seconds]
+def _format_milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}"
 
 
 def assume_equal_gathers(axes: Mapping[str, int]) -> list[Load]:
@@ -147,26 +150,28 @@ def order_devices(devices: Sequence[Any], axes: Mapping[str, int], loads: Sequen
     used = []
     for load in loads:
         # What sends nothing has no say in the order.
-        if load.sent and math.prod(axes[axis] for axis in load.axes) > 1:
+        if load.sent and count_members(axes, load) > 1:
             used.append(load)
     search = _Search(network, axes, used)
-    order = search.find_best()
+    best = search.find_best()
     rows = []
     for load, least in zip(used, search.alone, strict=True):
-        seconds = time_load(network, axes, order, load)
+        seconds = time_load(network, axes, best, load)
         usual = time_load(network, axes, jax_order, load)
         # jax's order need not give an axis whole factors, so it may be faster than all orders that the search tries.
         rows.append(LoadTimes(load, seconds, usual, min(least, usual)))
+    order = DeviceOrder(network, dict(axes), best, tuple(rows))
     # On a tie jax's order stays: a program then has the same mesh with "auto" and without.
-    if sum(row.usual for row in rows) <= (1 + 1e-9) * sum(row.seconds for row in rows):
-        order = jax_order
-        rows = [row._replace(seconds=row.usual) for row in rows]
-    return DeviceOrder(network, dict(axes), order, tuple(rows))
+    if order.usual <= (1 + 1e-9) * order.seconds:
+        usual_rows = [row._replace(seconds=row.usual) for row in rows]
+        return order._replace(places=jax_order, rows=tuple(usual_rows))
+    return order
 
 
 def _order_by_jax(devices: Sequence[Any], axes: Mapping[str, int], coordinates: Coordinates) -> Coordinates:
     """The coordinates in the order of jax's own rule. The rule is for one slice; for several, the order stays."""
-    if len({getattr(device, "slice_index", None) for device in devices}) > 1:
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) > 1:
         return coordinates
     position_of = {}  # by the device's id
     for device, position in zip(devices, coordinates, strict=True):
@@ -197,14 +202,13 @@ class _Search:
         self.network = network
         self.loads = loads
         self.factorizations = _factorize(network)
-        self.axes = {axis: size for axis, size in axes.items() if size > 1}
-        self.names = list(axes)
+        self.sizes = axes
+        self.axes = {axis: size for axis, size in axes.items() if size > 1}  # an axis of size 1 gets no factors
         # The axes that send most come first: with a bad set of factors for them, the search ends early.
-        sent_of = dict.fromkeys(self.axes, 0.0)
+        sent_of = dict.fromkeys(axes, 0.0)
         for load in loads:
             for axis in load.axes:
-                if axis in sent_of:
-                    sent_of[axis] += load.sent
+                sent_of[axis] += load.sent
         self.order = sorted(self.axes, key=lambda axis: -sent_of[axis])
         self.alone = [self._time_alone(load) for load in loads]
         self.least = math.inf
@@ -214,8 +218,10 @@ class _Search:
         """The order of the devices: each axis walks through its factors in short steps."""
         for factors in self.factorizations:
             self._assign({}, factors, 0.0)
-        # An axis of size 1 has no factors.
-        return _locate(self.network, tuple(self.chosen.get(axis, ()) for axis in self.names))
+        factors_of_axes = []
+        for axis in self.sizes:
+            factors_of_axes.append(self.chosen.get(axis, ()))
+        return _locate(self.network, factors_of_axes)
 
     def _assign(self, chosen: dict[str, _Factors], free: _Factors, seconds: float) -> None:
         """Tries each set of free factors for the next axis, unless no such order can beat the best so far.
@@ -239,7 +245,8 @@ class _Search:
         for factors in _choose_factors(free, self.axes[axis]):
             more = {**chosen, axis: factors}
             remaining = tuple(factor for factor in free if factor not in factors)
-            self._assign(more, remaining, seconds + sum(self._time_completed(axis, more)))
+            more_seconds = sum(self._time_completed(axis, more))
+            self._assign(more, remaining, seconds + more_seconds)
 
     def _time_completed(self, axis: str, chosen: Mapping[str, _Factors]) -> Iterator[float]:
         """Seconds of the loads whose axes all have factors now that this axis has."""
@@ -247,11 +254,12 @@ class _Search:
             used = self.axes.keys() & set(load.axes)
             # Each load counts once: when the last of its axes gets factors.
             if axis in used and used <= chosen.keys():
-                yield self._time(load, tuple(chosen[name] for name in load.axes if name in chosen))
+                factors = tuple(chosen[name] for name in load.axes if name in chosen)
+                yield self._time(load, factors)
 
     def _time_alone(self, load: Load) -> float:
         """The least seconds that the load can have."""
-        size = math.prod(self.axes.get(axis, 1) for axis in load.axes)
+        size = count_members(self.sizes, load)
         least = math.inf
         for free in self.factorizations:
             for factors in _choose_factors(free, size):
@@ -272,11 +280,14 @@ def _factorize(network: Network) -> list[_Factors]:
     A dimension of 12 is (2, 2, 3), (2, 3, 2) or (3, 2, 2). In the first order, the first factor 2 has stride 6 (devices
     0 and 6), the second 2 has stride 3 (devices 0 and 3), and 3 has stride 1 (devices 0, 1 and 2).
     """
-    by_dim = []
+    factorizations: list[_Factors] = [()]
     for dim, line in enumerate(network.dims):
         orders = _order_distinctly(tuple(_find_primes(line.size)))
-        by_dim.append([_add_strides(dim, order) for order in orders])
-    return [sum(parts, ()) for parts in product(*by_dim)]
+        longer = []
+        for factors, order in product(factorizations, orders):
+            longer.append(factors + _add_strides(dim, order))
+        factorizations = longer
+    return factorizations
 
 
 def _order_distinctly(radices: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -329,10 +340,12 @@ def _time_byte(network: Network, kind: str, factors: tuple[_Factors, ...], moves
     group_factors = sum(factors, ())
     if kind == "ppermute":
         members = np.array(_locate(network, factors))
-        return time_busiest_link(network, kind, _list_groups(network, members, group_factors), moves)
-    members = _reflect_digits(group_factors) @ _step_vectors(network, group_factors)
+        groups = _list_groups(network, members, group_factors)
+        return time_busiest_link(network, kind, groups, moves)
+    members = _reflect_digits(group_factors) @ _list_steps(network, group_factors)
+    groups = _list_groups(network, members, group_factors)
     # Groups of whole factors are shifted copies of one another, so all lines along a dimension carry the same.
-    return time_busiest_link(network, kind, _list_groups(network, members, group_factors), alike=True)
+    return time_busiest_link(network, kind, groups, alike=True)
 
 
 def _list_groups(network: Network, members: np.ndarray, factors: _Factors) -> np.ndarray:
@@ -363,20 +376,30 @@ def _walk_axis(network: Network, factors: _Factors) -> np.ndarray:
     for factor in sorted(factors, key=lambda factor: (factor.dim, -factor.stride)):
         # Of a dimension of 4, the factors of strides 2 and 1 are one digit of radix 4: the walk 0 1 2 3 has neighbors
         # only, and as two digits it would be 0 1 3 2.
-        neighbors = digits and digits[-1].dim == factor.dim
-        if neighbors and digits[-1].stride == factor.stride * factor.radix:
+        if digits and _is_next_digit(digits[-1], factor):
             digits[-1] = factor._replace(radix=factor.radix * digits[-1].radix)  # one longer digit
         else:
             digits.append(factor)
     # At most six orders; of four digits it would be 24, each to be timed.
-    orders = permutations(digits) if len(digits) <= _FEW else [tuple(digits)]
-    walks = [_reflect_digits(order) @ _step_vectors(network, order) for order in orders]
+    orders = [tuple(digits)]
+    if len(digits) <= _FEW:
+        orders = list(permutations(digits))
+    walks = [_reflect_digits(order) @ _list_steps(network, order) for order in orders]
     if len(walks) == 1:
         return walks[0]
-    return min(walks, key=lambda walk: time_busiest_link(network, "ppermute", _list_groups(network, walk, factors)))
+
+    def time_ring(walk: np.ndarray) -> float:
+        return time_busiest_link(network, "ppermute", _list_groups(network, walk, factors))
+
+    return min(walks, key=time_ring)
 
 
-def _step_vectors(network: Network, digits: Sequence[_Factor]) -> np.ndarray:
+def _is_next_digit(digit: _Factor, factor: _Factor) -> bool:
+    """Whether a factor counts the devices within one step of a digit."""
+    return digit.dim == factor.dim and digit.stride == factor.stride * factor.radix
+
+
+def _list_steps(network: Network, digits: Sequence[_Factor]) -> np.ndarray:
     """The step in coordinates when a digit grows by one, [digits, dims]."""
     steps = np.zeros((len(digits), len(network.dims)), int)
     for row, digit in zip(steps, digits, strict=True):

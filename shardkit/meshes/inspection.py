@@ -70,7 +70,7 @@ def describe(
     if is_on_devices(thing):
         return str(draw_array(thing))
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
-    for name, x in _leaves(thing).items():
+    for name, x in _list_leaves(thing).items():
         shape, dtype = _describe_global(x)
         local = _describe_local(x)
         rows.append((name, shape, dtype, local.spec, local.shape, local.devices, local.bytes))
@@ -83,23 +83,15 @@ def draw_array(x: Any) -> DeviceGrid:
     Of an 8x4 array split as P("data", "model") on a mesh of 2x4: rows [0:4] and [4:8], columns [:, 0:1] to [:, 3:4],
     and in each cell the id of one device. Split as P("data") alone it is one column, with four ids in each cell.
     """
-    slices = x.sharding.devices_indices_map(tuple(x.shape))
-    spans = {}
-    for device, index in slices.items():
-        device_spans = []
-        for dim_slice, size in zip(index, x.shape, strict=True):
-            start, stop, _ = dim_slice.indices(size)
-            device_spans.append((start, stop))
-        spans[device] = tuple(device_spans)
+    spans = _find_spans(x)
     # Of 8 rows over 4 devices dim 0 has the pieces (0, 2), (2, 4), (4, 6) and (6, 8).
     pieces = []
     shown = []
     hidden = []
-    for dim in range(len(x.shape)):
-        dim_pieces = {device_spans[dim] for device_spans in spans.values()}
-        pieces.append(sorted(dim_pieces))
+    for dim, device_spans in enumerate(zip(*spans.values(), strict=True)):
+        pieces.append(sorted(set(device_spans)))
         # A table has two dims: of an array with more dims, only the split dims are shown.
-        if len(dim_pieces) > 1 or len(x.shape) <= 2:
+        if len(pieces[dim]) > 1 or len(x.shape) <= 2:
             shown.append(dim)
         else:
             hidden.append(str(dim))
@@ -113,16 +105,30 @@ def draw_array(x: Any) -> DeviceGrid:
     for dim in shown:
         # As an index is written in Python: `[:, 0:4]` for rows of dim 1.
         before = ":, " * dim
-        dim_labels = []
-        for start, stop in pieces[dim]:
-            dim_labels.append(f"[{before}{start}:{stop}]")
-        labels.append(dim_labels)
+        labels.append([f"[{before}{start}:{stop}]" for start, stop in pieces[dim]])
     shape, dtype = _describe_global(x)
     local = _describe_local(x)
-    platform = next(iter(spans)).platform
-    devices = f"each of {len(spans)} {platform} devices" if len(spans) > 1 else f"one {platform} device"
-    title = f"{local.shape}, {local.bytes} bytes, on {devices}{_describe_hidden(hidden)}"
+    title = f"{local.shape}, {local.bytes} bytes, on {_describe_holders(list(spans))}{_describe_hidden(hidden)}"
     return DeviceGrid((f"{shape} {dtype}, {local.spec}", title), labels, cells)
+
+
+def _find_spans(x: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:
+    """For each device, the start and the end of its piece of an array in each dim."""
+    spans = {}
+    for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
+        device_spans = []
+        for dim_slice, size in zip(index, x.shape, strict=True):
+            start, stop, _ = dim_slice.indices(size)
+            device_spans.append((start, stop))
+        spans[device] = tuple(device_spans)
+    return spans
+
+
+def _describe_holders(devices: Sequence[jax.Device]) -> str:
+    platform = devices[0].platform
+    if len(devices) == 1:
+        return f"one {platform} device"
+    return f"each of {len(devices)} {platform} devices"
 
 
 def _describe_hidden(dims: Sequence[str]) -> str:
@@ -143,8 +149,8 @@ def _compare(thing: Any, params: Any, mesh: Any, after: Any) -> str:
     check_kind("describe", "after", after, (ARRAYS,))
     if is_array(thing) and is_array(after):
         return put_beside(f"before: {_describe_array(thing)}", f"after: {_describe_array(after)}")
-    before_leaves = _leaves(thing)
-    after_leaves = _leaves(after)
+    before_leaves = _list_leaves(thing)
+    after_leaves = _list_leaves(after)
     different = sorted(before_leaves.keys() ^ after_leaves.keys())
     if different:
         raise ValueError(
@@ -170,18 +176,21 @@ def _describe_array(x: Any) -> str:
     return f"{shape} {dtype}, {_describe_local(x).spec}"
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def _list_leaves(tree: Any) -> dict[str, Any]:
     return by_path("describe", jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _count_leaves(rows: Sequence[Any]) -> str:
-    return "1 leaf" if len(rows) == 2 else f"{len(rows) - 1} leaves"  # the first row has the names of columns
+    count = len(rows) - 1  # the first row has the names of columns
+    return "1 leaf" if count == 1 else f"{count} leaves"
 
 
 def _describe_global(x: Any) -> tuple[str, str]:
     """Global shape, which is not known inside shard_map, and dtype."""
-    shape = "-" if _bound_sizes(x) else _shape_text(jax.numpy.shape(x))
-    return shape, str(getattr(x, "dtype", type(x).__name__))
+    dtype = str(getattr(x, "dtype", type(x).__name__))
+    if _find_bound_sizes(x):
+        return "-", dtype
+    return _format_shape(jax.numpy.shape(x)), dtype
 
 
 class LocalText(NamedTuple):
@@ -195,32 +204,40 @@ class LocalText(NamedTuple):
 
 def _describe_local(x: Any) -> LocalText:
     sharding = getattr(x, "sharding", None)
-    sizes = _bound_sizes(x)
-    devices = 0 if sharding is None else sharding.num_devices
+    sizes = _find_bound_sizes(x)
+    devices = 0
     if sizes:  # inside shard_map a value has no spec, but a type that says over which axes it varies
         devices = math.prod(sizes.values())
-    return LocalText(_describe_spec(x), _shape_text(shard_shape(x)), str(devices), f"{shard_bytes(x):,}")
+    elif sharding is not None:
+        devices = sharding.num_devices
+    return LocalText(_describe_spec(x), _format_shape(shard_shape(x)), str(devices), f"{shard_bytes(x):,}")
 
 
 def _describe_spec(x: Any) -> str:
-    sizes = _bound_sizes(x)
+    sizes = _find_bound_sizes(x)
     if sizes:
         # jax tracks no types under vmap: a value may vary over its axis.
         may_vary = (sizes.keys() - tracked_axes()) | varying_axes(x)
         axes = [axis for axis in sizes if axis in may_vary]
-        return f"varies over {quote(axes)}" if axes else "the same on all"
+        if not axes:
+            return "the same on all"
+        return f"varies over {quote(axes)}"
     if isinstance(x, jax.core.Tracer):
         return "traced"
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         return "host"
     spec = getattr(sharding, "spec", None)
-    return "one device" if spec is None else brief_spec(spec)
+    if spec is None:
+        return "one device"
+    return brief_spec(spec)
 
 
-def _bound_sizes(x: Any) -> dict[str, int]:
+def _find_bound_sizes(x: Any) -> dict[str, int]:
     """The axes that shard_map or vmap binds around a value, with their sizes; none for an array that is not traced."""
-    return bound_axes() if isinstance(x, jax.core.Tracer) else {}
+    if not isinstance(x, jax.core.Tracer):
+        return {}
+    return bound_axes()
 
 
 def is_on_devices(x: Any) -> bool:
@@ -231,5 +248,5 @@ def is_on_devices(x: Any) -> bool:
     return not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
-def _shape_text(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"

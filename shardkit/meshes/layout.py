@@ -39,19 +39,20 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     """
     if logical_axes is None:
         raise TypeError("specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass one.")
-    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
-    for pair in pairs:
+    if isinstance(rules, Mapping):
+        rules = list(rules.items())
+    for pair in rules:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise TypeError(
                 f"specs_from_rules: rules must be a mapping, or pairs of a logical axis and a mesh axis or None; got "
                 f"{pair!r} among them. Pass for example {{'embed': None, 'hidden': 'model'}}."
             )
-    axes_by_name = dict(pairs)
-    # The dict has the last of two rules for a name: the first would be ignored without a word.
-    names_with_rules = [name for name, _ in pairs]
-    for name in axes_by_name:
-        if names_with_rules.count(name) > 1:
+    axes_by_name: dict[str, AxisEntry] = {}
+    for name, entry in rules:
+        # A dict has the last of two rules for a name: the first would be ignored without a word.
+        if name in axes_by_name:
             raise ValueError(f"specs_from_rules: logical axis {name!r} has two rules. Remove one.")
+        axes_by_name[name] = entry
 
     def make_spec(path: Any, names: Any) -> PartitionSpec:
         where = f"specs_from_rules: leaf {path_name(path)}"
@@ -60,13 +61,17 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
                 f"{where} must be a tuple of logical axis names or None, one for each dim; got {names!r}. "
                 "Pass for example ('embed', 'hidden')."
             )
+        entries: list[AxisEntry] = []
         for name in names:
-            if name is not None and name not in axes_by_name:
+            if name is None:
+                entries.append(None)
+                continue
+            if name not in axes_by_name:
                 raise ValueError(
                     f"{where} has the logical axis {name!r}, which has no rule; there are rules for "
                     f"{quote(axes_by_name)}. Add a rule; None replicates the dim."
                 )
-        entries = [None if name is None else axes_by_name[name] for name in names]
+            entries.append(axes_by_name[name])
         spec = canonical(PartitionSpec(*entries))
         _refuse_double_use(where, spec, tuple(names))
         return spec
@@ -168,16 +173,20 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
     jit treats `P()` and `P(None)` as different and compiles twice.
     """
-    entries: list[AxisEntry] = []
-    for axes in spec_axes(spec):
-        if len(axes) > 1:
-            entries.append(axes)
-        else:
-            entries.append(axes[0] if axes else None)
+    entries = list(map(_shorten_entry, spec_axes(spec)))
     # P(("data",), None) becomes P("data"), and so does P("data", ()).
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def _shorten_entry(axes: tuple[str, ...]) -> AxisEntry:
+    """An entry of a spec: the name alone of one axis, and None for no axis."""
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return axes[0]
+    return axes
 
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -273,7 +282,7 @@ def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
             raise ValueError(
                 f"{where}: the spec {spec} uses axis {axis!r}, which is not among {quote(known)}. Use one of those."
             )
-        _refuse_double_use(where=where, spec=spec)
+        _refuse_double_use(where, spec)
 
 
 def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:
@@ -301,16 +310,11 @@ def shard_shape(x: Any) -> tuple[int, ...]:
 
 def shard_bytes(x: Any) -> int:
     """The bytes of one device's part of an array."""
-    array = x if hasattr(x, "dtype") else jax.numpy.asarray(x)
-    return math.prod(shard_shape(x)) * array.dtype.itemsize
+    dtype = x.dtype if hasattr(x, "dtype") else jax.numpy.asarray(x).dtype
+    return math.prod(shard_shape(x)) * dtype.itemsize
 
 
 def brief_spec(spec: PartitionSpec) -> str:
     """A spec as users write it: `P('data', None)`."""
-    entries = []
-    for axes in spec_axes(spec):
-        if len(axes) > 1:
-            entries.append(repr(axes))
-        else:
-            entries.append(repr(axes[0]) if axes else "None")
+    entries = [repr(_shorten_entry(axes)) for axes in spec_axes(spec)]
     return f"P({', '.join(entries)})"

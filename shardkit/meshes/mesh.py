@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, product, zip_longest
+from itertools import zip_longest
 from typing import Literal, NamedTuple, overload
 
 import jax
@@ -156,14 +156,16 @@ def make_hybrid_mesh(
         >>> [[device.id for device in group] for group in mesh.devices]
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    devices = jax.devices() if devices is None else devices
-    group_of = group_of or _slice_or_process
+    if devices is None:
+        devices = jax.devices()
+    if group_of is None:
+        group_of = _find_slice_or_process
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
         groups.setdefault(group_of(device), []).append(device)
     count = math.prod(slow.values())
     size = math.prod(fast.values())
-    group_sizes = sorted(len(group) for group in groups.values())
+    group_sizes = sorted(map(len, groups.values()))
     if group_sizes != [size] * count:
         raise ValueError(
             f"make_hybrid_mesh: slow axes {format_sizes(slow.items())} over fast axes {format_sizes(fast.items())} "
@@ -178,28 +180,30 @@ def make_hybrid_mesh(
     grid = np.stack(grids).reshape(*slow.values(), *fast.values())
     # Worked example: slow {"data": 2} and fast {"data": 2, "model": 4} give a grid [data, data, model]. The slow part
     # of an axis goes directly before its fast part, and they become one axis: data=4.
-    names = [*slow, *(name for name in fast if name not in slow)]
+    names = tuple(dict.fromkeys([*slow, *fast]))
     order: list[int] = []
+    shape = []
     for name in names:
         if name in slow:
             order.append(list(slow).index(name))
         if name in fast:
             order.append(len(slow) + list(fast).index(name))
-    shape = [slow.get(name, 1) * fast.get(name, 1) for name in names]
-    return _build_mesh(grid.transpose(order).reshape(shape), tuple(names), AxisType.Auto)
+        shape.append(slow.get(name, 1) * fast.get(name, 1))
+    return _build_mesh(grid.transpose(order).reshape(shape), names, AxisType.Auto)
 
 
-def _slice_or_process(device: jax.Device) -> int:
+def _find_slice_or_process(device: jax.Device) -> int:
     # Inside a slice the links are fast. Without slices, as on CPUs, the devices of one process stand for a group: if a
     # host has several processes, pass group_of.
     return getattr(device, "slice_index", device.process_index)
 
 
 def _check_types(axis_types: object, count: int) -> None:
+    if isinstance(axis_types, AxisType):
+        return
+    types: list[object] = []
     if isinstance(axis_types, Sequence) and not isinstance(axis_types, str):
         types = list(axis_types)
-    else:
-        types = [axis_types] * count
     if len(types) != count or not all(isinstance(kind, AxisType) for kind in types):
         raise TypeError(
             f"make_mesh: axis_types must be one AxisType, or one for each of {count} axes; got {axis_types!r}. Pass "
@@ -241,29 +245,43 @@ def _check_torus(devices: Sequence[jax.Device]) -> None:
 def draw_mesh(mesh: Mesh) -> DeviceGrid:
     """The device at each coordinate of a mesh."""
     kind = mesh.devices.flat[0].platform
-    processes = len({device.process_index for device in mesh.devices.flat})
-    axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    title = f"mesh {axes}: {format_count(mesh.size, kind + ' device')}, {format_count(processes, 'process', 'es')}"
+    cells = {}
+    processes = set()
+    for coordinates, device in np.ndenumerate(mesh.devices):
+        cells[coordinates] = (device.id,)
+        processes.add(device.process_index)
+    axes = []
     labels = []
     for name, size in mesh.shape.items():
+        axes.append(f"{name}={size}")
         labels.append([f"{name}={index}" for index in range(size)])
-    cells = {coordinates: (device.id,) for coordinates, device in np.ndenumerate(mesh.devices)}
+    devices = format_count(mesh.size, kind + " device")
+    title = f"mesh {' x '.join(axes)}: {devices}, {format_count(len(processes), 'process', 'es')}"
     return DeviceGrid((title,), labels, cells)
 
 
 def _build_mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Sequence[AxisType]) -> Mesh:
-    types = (axis_types,) * len(names) if isinstance(axis_types, AxisType) else tuple(axis_types)
+    if isinstance(axis_types, AxisType):
+        axis_types = (axis_types,) * len(names)
     # The devices of other processes run on threads of theirs.
     local = [device for device in grid.flat if device.process_index == device.client.process_index()]
     if len(local) > 1 and local[0].platform == "cpu":
         warn_if_few_threads(len(local), stacklevel=5)  # the caller of make_mesh or make_hybrid_mesh
-    return Mesh(grid, names, axis_types=types)
+    return Mesh(grid, names, axis_types=tuple(axis_types))
 
 
 def _infer_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """The sizes of the axes, with the one that is -1 inferred from the number of devices."""
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    wrong_sizes = [(name, size) for name, size in sizes.items() if size < 1 and size != -1]
+    open_axes = []
+    wrong_sizes = []
+    product = 1  # of the sizes that are known
+    for name, size in sizes.items():
+        if size == -1:
+            open_axes.append(name)
+        elif size < 1:
+            wrong_sizes.append((name, size))
+        else:
+            product *= size
     if wrong_sizes:
         raise ValueError(
             f"make_mesh: an axis size must be at least 1, or -1 to infer it; got {format_sizes(wrong_sizes)}. Change "
@@ -275,13 +293,13 @@ def _infer_size(sizes: Mapping[str, int], count: int) -> dict[str, int]:
         )
     if not open_axes:
         return dict(sizes)
-    product = math.prod(size for size in sizes.values() if size != -1)
+    [axis] = open_axes
     if count % product:
         raise ValueError(
-            f"make_mesh: the product of the other sizes must divide the number of devices to infer axis "
-            f"{open_axes[0]!r}; got {product} for {count} devices. Change a size."
+            f"make_mesh: the product of the other sizes must divide the number of devices to infer axis {axis!r}; got "
+            f"{product} for {count} devices. Change a size."
         )
-    return {**sizes, open_axes[0]: count // product}
+    return {**sizes, axis: count // product}
 
 
 Ids = tuple[int, ...]
@@ -310,45 +328,41 @@ class DeviceGrid(NamedTuple):
         Worked example: a grid of [3, 2, 4] is three tables of two rows and four columns. The second one has the cell
         of the index (1, row, column) at each row and column, and the label of index 1 of dim 0 as its title.
         """
-        outer_labels = self.labels[:-2]
+        missing = max(0, 2 - len(self.labels))
         # A grid of one dim, [4], is one row of four columns: its dim of rows has one index, without a label.
-        row_labels, column_labels = [[""], [""], *self.labels][-2:]
-        dims_of_table = min(len(self.labels), 2)
-        for outer in product(*(range(len(labels)) for labels in outer_labels)):
+        *outer_labels, row_labels, column_labels = [[""]] * missing + list(self.labels)
+        sizes = [len(labels) for labels in outer_labels]
+        for outer in np.ndindex(*sizes):
             cells = []
             for row in range(len(row_labels)):
                 row_cells = []
                 for column in range(len(column_labels)):
+                    index = (*outer, row, column)
                     # A grid of one dim is indexed by the column alone, a grid of none by ().
-                    inner = (row, column)[2 - dims_of_table :]
-                    row_cells.append(self.cells[*outer, *inner])
+                    row_cells.append(self.cells[index[missing:]])
                 cells.append(row_cells)
             names = [labels[index] for labels, index in zip(outer_labels, outer, strict=True)]
             yield GridTable(", ".join(names), list(row_labels), list(column_labels), cells)
 
     def __str__(self) -> str:
         tables = list(self.tables())
-        texts = []
-        for table in tables:
-            texts.append([list(map(format_ids, row)) for row in table.cells])
+        # Over all tables, so that their columns stand under each other.
         label_width = max(map(len, tables[0].row_labels))
-        widths = []
-        for column, label in enumerate(tables[0].column_labels):
-            width = len(label)
-            # Over all tables, so that their columns stand under each other.
-            for row in chain(*texts):
-                width = max(width, len(row[column]))
-            widths.append(width)
+        widths = list(map(len, tables[0].column_labels))
+        for table in tables:
+            for cells in table.cells:
+                for column, ids in enumerate(cells):
+                    widths[column] = max(widths[column], len(format_ids(ids)))
         lines = list(self.title)
-        for table, rows in zip(tables, texts, strict=True):
+        for table in tables:
             if table.title:
                 lines.append(table.title)
             if any(table.column_labels):
                 lines.append(_format_row("", table.column_labels, label_width, widths))
-            for label, row in zip(table.row_labels, rows, strict=True):
-                if any(row):
-                    lines.append(_format_row(label, row, label_width, widths))
-        return "\n".join(line.rstrip() for line in lines)
+            for label, cells in zip(table.row_labels, table.cells, strict=True):
+                if any(cells):
+                    lines.append(_format_row(label, list(map(format_ids, cells)), label_width, widths))
+        return "\n".join(map(str.rstrip, lines))
 
 
 def _format_row(label: str, cells: Sequence[str], label_width: int, widths: Sequence[int]) -> str:
@@ -362,14 +376,17 @@ def format_ids(ids: Ids) -> str:
     """The ids of a cell as text: `0,4`, and `0-15,32-47` for many."""
     if len(ids) <= _LISTED:
         return ",".join(map(str, ids))
-    runs: list[list[int]] = []
+    runs: list[tuple[int, int]] = []  # the first id and the last of each run
     for number in ids:
-        if runs and number == runs[-1][-1] + 1:
-            # A run is its first id and its last: [4], then [4, 5], then [4, 6].
-            runs[-1][1:] = [number]
+        if runs and number == runs[-1][1] + 1:
+            first, _ = runs[-1]
+            runs[-1] = (first, number)
         else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
+            runs.append((number, number))
+    texts = []
+    for first, last in runs:
+        texts.append(str(first) if first == last else f"{first}-{last}")
+    return ",".join(texts)
 
 
 def put_beside(left: str, right: str) -> str:

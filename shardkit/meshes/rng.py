@@ -44,7 +44,7 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
         >>> bool(bits[0] == bits[1])
         False
     """
-    _check_one("fold_axis", key)
+    _check_single("fold_axis", key)
     return jax.random.fold_in(key, jax.lax.axis_index(bound("fold_axis", axis)))
 
 
@@ -70,7 +70,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
         >>> len(set(bits.tolist()))
         8
     """
-    _check_one("fold_axes", key)
+    _check_single("fold_axes", key)
     # Without the salt, index 1 along "data" and index 1 along "model" would be the same number: two layers of which
     # each folds over one axis would draw alike.
     for name in sorted(bound("fold_axes", axes)):
@@ -128,17 +128,18 @@ def fold_keys(keys: Key | None, data: jax.Array | int) -> jax.Array | None:
     """
     if keys is None:
         return None
+    keys_shape = _find_shape(keys)
     try:
-        shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+        shape = jnp.broadcast_shapes(keys_shape, jnp.shape(data))
     except ValueError:
         raise ValueError(
-            f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
-            f"{jnp.shape(data)}. Insert dims of size 1."
+            f"fold_keys: data must have a shape that broadcasts with the keys' {keys_shape}; got {jnp.shape(data)}. "
+            "Insert dims of size 1."
         ) from None
     if not jnp.issubdtype(jnp.result_type(data), jnp.integer):
         raise TypeError(f"fold_keys: data must be integers; got {jnp.result_type(data)}. Pass for example 1.")
     # The integers of a raw key, its last dim, belong together: they broadcast with nothing.
-    raw_shape = () if _is_typed(keys) else keys.shape[-1:]
+    raw_shape = keys.shape[len(keys_shape) :]
     fold = jax.random.fold_in
     for _ in shape:  # once for each dim of the keys
         fold = jax.vmap(fold)
@@ -175,7 +176,7 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
     if keys_b is None or rate == 0:
         return x_b
     refuse_unstable("dropout", keys_b)
-    shape = _keys_shape(keys_b)
+    shape = _find_shape(keys_b)
     if not shape or shape != x_b.shape[: len(shape)]:
         raise ValueError(
             f"dropout: keys_b must have one key per example; got keys of shape {keys_b.shape} for examples of shape "
@@ -186,11 +187,11 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
     draw = partial(jax.random.bernoulli, p=1 - rate, shape=x_b.shape[len(shape) :])
     for _ in shape:
         draw = jax.vmap(draw)
-    kept = draw(keys_b)
+    mask = draw(keys_b)
     # In the dtype of x: a numpy array of bfloat16 over a Python number would become float32.
     scaled = x_b / jnp.asarray(1 - float(rate), x_b.dtype)
     # A product with 0 and 1 would make a nan of an infinity that is dropped.
-    return jnp.where(kept, scaled, jnp.zeros_like(x_b))
+    return jnp.where(mask, scaled, jnp.zeros_like(x_b))
 
 
 def refuse_unstable(where: str, keys: jax.Array) -> None:
@@ -212,9 +213,11 @@ def _is_typed(keys: jax.Array) -> bool:
     return bool(jnp.issubdtype(keys.dtype, jax.dtypes.prng_key))
 
 
-def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
+def _find_shape(keys: jax.Array) -> tuple[int, ...]:
     """The shape of an array of keys; a raw key is a row of integers."""
-    return keys.shape if _is_typed(keys) else keys.shape[:-1]
+    if _is_typed(keys):
+        return keys.shape
+    return keys.shape[:-1]
 
 
 @typed
@@ -234,15 +237,15 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
         (4,)
     """
     at_least("step_key", 0, step=step if isinstance(step, int) else None)
-    _check_one("step_key", key)
+    _check_single("step_key", key)
     # Salted, so that it differs from every key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
 
 
-def _check_one(where: str, key: jax.Array) -> None:
+def _check_single(where: str, key: jax.Array) -> None:
     """Refuses an array of keys where a single key is needed."""
-    if _keys_shape(key):
+    if _find_shape(key):
         raise ValueError(
-            f"{where}: key must be one key; got keys of shape {_keys_shape(key)}. Pass one of them, or fold all with "
+            f"{where}: key must be one key; got keys of shape {_find_shape(key)}. Pass one of them, or fold all with "
             "jax.vmap."
         )

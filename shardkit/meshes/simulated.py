@@ -77,20 +77,25 @@ def cpu_environment(n: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables to change in `environ` so that a process has threads for `n` CPU devices, and starts no others."""
     flag = r"--xla_force_host_platform_device_count=\d+"
     flags = re.sub(flag, "", environ.get("XLA_FLAGS", "")).strip()
-    return {"XLA_FLAGS": flags, "NPROC": str(max(_threads_wanted(environ), _THREADS_PER_DEVICE * n))}
+    threads = max(_find_threads(environ), _THREADS_PER_DEVICE * n)
+    return {"XLA_FLAGS": flags, "NPROC": str(threads)}
 
 
 def widen_thread_pool() -> None:
     """Gives the CPU devices that jax is configured to start the threads they need; call it before jax starts."""
+    devices = max(1, backends.cpu_devices_asked_for())
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    flagged = int(flag.group(1)) if flag else 1
-    devices = max(flagged, backends.cpu_devices_asked_for(), 1)
+    if flag is not None:
+        devices = max(devices, int(flag.group(1)))
     os.environ["NPROC"] = cpu_environment(devices, os.environ)["NPROC"]
 
 
-def _threads_wanted(environ: Mapping[str, str]) -> int:
+def _find_threads(environ: Mapping[str, str]) -> int:
+    """The threads of jax's pool by `NPROC`, or else by the cores of this machine."""
     nproc = environ.get("NPROC", "")
-    return int(nproc) if nproc.isdigit() else (os.cpu_count() or 1)
+    if nproc.isdigit():
+        return int(nproc)
+    return os.cpu_count() or 1
 
 
 def warn_if_few_threads(n: int, stacklevel: int) -> None:
@@ -101,7 +106,7 @@ def warn_if_few_threads(n: int, stacklevel: int) -> None:
         names = Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     except OSError:
         names = Counter()
-    threads = names["tf_XLAEigen"] or max(_threads_wanted(os.environ), n)  # elsewhere estimated
+    threads = names["tf_XLAEigen"] or max(_find_threads(os.environ), n)
     # Later runtimes launch from a separate pool: no deadlock.
     if threads < _SAFE_THREADS_PER_DEVICE * n and not names["tf_XLAExecute"]:
         warnings.warn(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from shardkit.on_device.batch import split_microbatches, take_microbatch
 from shardkit.pipelines import stage_programs
 from shardkit.pipelines.stage_programs import Stage, Station, fit_specs
 from shardkit.schedules import one_f_one_b
+from shardkit.schedules.action import Action
 
 Specs = PartitionSpec | Sequence[Any]
 REPLICATED = PartitionSpec()
@@ -82,7 +83,8 @@ def device_put_pipeline(
         outputs = []
         for x in _split_batch(where, batch, microbatches):
             for s, program in enumerate(programs):
-                x = program(params[s], _move_input(where, stations, s, x))
+                x = _move_input(where, stations, s, x)
+                x = program(params[s], x)
             outputs.append(x)
         return outputs
 
@@ -169,12 +171,16 @@ class _StepPrograms:
     def __init__(self, where: str, stations: Sequence[Station], loss: Callable[[jax.Array, Any], Any]):
         self._where = where
         self._stations = stations
-        self._forwards = [stage_programs.build_forward(station) for station in stations]
-        self._backwards = [stage_programs.build_backward(station, first=station is stations[0]) for station in stations]
-        self._zeros = [stage_programs.build_zeros(station) for station in stations]
-        self._finishes = [stage_programs.build_finish(station) for station in stations]
+        self._forwards = []
+        self._backwards = []
+        self._zeros = []
+        self._finishes = []
+        for s, station in enumerate(stations):
+            self._forwards.append(stage_programs.build_forward(station))
+            self._backwards.append(stage_programs.build_backward(station, first=s == 0))
+            self._zeros.append(stage_programs.build_zeros(station))
+            self._finishes.append(stage_programs.build_finish(station))
         self._head = stage_programs.build_head(stations[-1], loss)
-        self._order = cache(lambda microbatches: tuple(one_f_one_b(len(stations), microbatches).ticks))
 
     def run(self, params: Sequence[Any], pairs: Sequence[Any]) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
         """The loss, the auxiliary values and the gradients, of pairs of a microbatch and its targets.
@@ -194,7 +200,7 @@ class _StepPrograms:
         sums = []
         for make_zeros, stage_params in zip(self._zeros, params, strict=True):
             sums.append(make_zeros(stage_params))
-        for s, op, i in self._order(len(pairs)):
+        for s, op, i in _order_actions(len(stations), len(pairs)):
             if op == "F":
                 x, targets = pairs[i]
                 if s == 0:
@@ -214,12 +220,18 @@ class _StepPrograms:
                     cotangents[s - 1, i] = _put(dx, stations[s - 1].leaving, stations[s - 1].mesh)
         # The heads ran on the last mesh, and so do their averages. Each mesh divides its own sums, by a copy of the
         # weight.
-        weight, values = stage_programs.compute_averages(means)
+        weight, averages = stage_programs.compute_averages(means)
         weights = [_put(weight, REPLICATED, station.mesh) for station in stations]
         grads = []
         for divide, stage_sums, stage_weight in zip(self._finishes, sums, weights, strict=True):
             grads.append(divide(stage_sums, stage_weight))
-        return values.pop("loss"), values, grads
+        return averages.pop("loss"), averages, grads
+
+
+@cache
+def _order_actions(stages: int, microbatches: int) -> tuple[Action, ...]:
+    """The actions of 1F1B, tick by tick."""
+    return tuple(one_f_one_b(stages, microbatches).ticks)
 
 
 def build_stations(
@@ -228,16 +240,17 @@ def build_stations(
     """The stations, after all checks that do not need shapes."""
     _check_meshes(where, len(stages), meshes)
     borders = _expand_specs(where, "specs", specs, len(stages) + 1)
-    leaves = _expand_specs(where, "param_specs", param_specs, len(stages))
-    for s, mesh in enumerate(meshes):
-        for spec in borders[s : s + 2]:
-            check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
-        for spec in jax.tree.leaves(leaves[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
-            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
+    params = _expand_specs(where, "param_specs", param_specs, len(stages))
     stations = []
-    for s, (stage, mesh, (entering, leaving)) in enumerate(zip(stages, meshes, pairwise(borders), strict=True)):
+    for s, (stage, mesh) in enumerate(zip(stages, meshes, strict=True)):
+        entering = borders[s]
+        leaving = borders[s + 1]
+        for spec in (entering, leaving):
+            check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
+        for spec in jax.tree.leaves(params[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
+            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
         kernel = partial(stage_programs.run_checked, f"{where}: the output of stage {s}", stage, leaving, mesh)
-        stations.append(Station(kernel, mesh, entering, leaving, leaves[s]))
+        stations.append(Station(kernel, mesh, entering, leaving, params[s]))
     return stations
 
 
@@ -285,18 +298,20 @@ def _split_batch(where: str, batch: Any, microbatches: int) -> list[Any]:
     """The microbatches of a batch, as views of host arrays."""
     integers_from_one(where, microbatches=microbatches)
     shapes = []
+    counts = set()
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        shapes.append((path_name(path), np.shape(x)))
-    counts = {shape[0] for _, shape in shapes if shape}  # scalars belong to every microbatch
+        shape = np.shape(x)
+        shapes.append(f"{path_name(path)}: {shape}")
+        if shape:  # scalars belong to every microbatch
+            counts.add(shape[0])
     if len(counts) != 1:
-        described = ", ".join(f"{name}: {shape}" for name, shape in shapes)
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got "
-            f"{described or 'no array'}. Pass arrays that share dim 0."
+            f"{', '.join(shapes) or 'no array'}. Pass arrays that share dim 0."
         )
     divisor(where, "microbatches", microbatches, "the batch", counts.pop())
-    split = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
-    return [take_microbatch(split, i) for i in range(microbatches)]
+    stacked = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
+    return [take_microbatch(stacked, i) for i in range(microbatches)]
 
 
 def _put(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
@@ -312,15 +327,17 @@ def _move_input(where: str, stations: Sequence[Station], s: int, tree: Any) -> A
     subject = f"{where}: the input of stage {s}"
     spec = stations[s].entering
     target = stations[s].mesh
-    source = stations[s - 1].mesh if s else target
+    source = target
+    if s > 0:
+        source = stations[s - 1].mesh
     for x in jax.tree.leaves(tree):
-        fitted = fit_specs(spec, x)
-        sent = local_shape_of(subject, x.shape, fitted, source)
-        arriving = local_shape_of(subject, x.shape, fitted, target)
-        if sent != arriving:
+        leaf_spec = fit_specs(spec, x)
+        source_shape = local_shape_of(subject, x.shape, leaf_spec, source)
+        target_shape = local_shape_of(subject, x.shape, leaf_spec, target)
+        if source_shape != target_shape:
             raise ValueError(
-                f"{subject} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "
-                f"{format_sizes(source.shape.items())} and {arriving} on {format_sizes(target.shape.items())}. "
-                "Give all meshes the same axis sizes, or choose another spec."
+                f"{subject} must have shards of one shape on both sides of the move; with {spec} they are "
+                f"{source_shape} on {format_sizes(source.shape.items())} and {target_shape} on "
+                f"{format_sizes(target.shape.items())}. Give all meshes the same axis sizes, or choose another spec."
             )
     return _put(tree, spec, target)

@@ -91,7 +91,7 @@ def _gather_stages(schedule: Schedule, leaf: jax.Array, axes: tuple[str, ...]) -
         # layers that differ between devices. Each device then has the whole loss: a sum over the axis counts it p
         # times, total and weight alike. For the same reason nothing differentiates this program: the transpose of the
         # gather, a reduce_scatter, would sum the equal gradients of p devices. Gradients are those of the schedule
-        # (`run.py`), which never gathers the stack: there each device runs its own layers.
+        # (`grad_fn.py`), which never gathers the stack: there each device runs its own layers.
         leaf = all_gather(leaf, axes)
     stages = leaf.reshape(devices * chunks, -1, *leaf.shape[1:])
     order = []

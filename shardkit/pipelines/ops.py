@@ -49,6 +49,14 @@ class TickRow(NamedTuple):
     fields: Mapping[str, jax.Array]  # a number for each of `schedules.table.FIELDS`
     common_ends: Mapping[str, CommonEnd]
 
+    def is_on(self, op: str) -> jax.Array:
+        """Whether this device runs an op."""
+        return self.fields[f"{op}_on"] > 0
+
+    def is_on_stage(self, op: str, stage: int) -> jax.Array:
+        """Whether this device runs an op of this stage."""
+        return (self.fields[f"{op}_stage"] == stage) & self.is_on(op)
+
 
 class LoopState(NamedTuple):
     """The carry of the loop over ticks: buffers, lists of arrays `[slots, ...]` by the names of the table, and sums."""
@@ -128,21 +136,21 @@ class Ops(NamedTuple):
     def forward(self, state: LoopState, tick: TickRow) -> tuple[LoopState, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
         args = self._find_op_arguments(tick, "forward")
-        x = take_row(state.inputs, tick.fields["forward_input"])
-        on = tick.fields["forward_on"] > 0
+        received = take_row(state.inputs, tick.fields["forward_input"])
 
         def run() -> Any:
-            stage_input = self._embed_on_first(tick, "forward", args, x)
+            x = self._embed_on_first(tick, "forward", args, received)
             if self.saves:
-                return self.pieces.forward(args, stage_input)
-            return self.pieces.stage(args, stage_input), []
+                return self.pieces.forward(args, x)
+            return self.pieces.stage(args, x), []
 
         def skip() -> Any:
             return jax.tree.map(typed_zeros, eval_shape(run))
 
-        y, residuals = self.exclusion.run(on, run, skip)
+        y, residuals = self.exclusion.run(tick.is_on("forward"), run, skip)
         if self.saves:
-            state = state._replace(saved=write_slot(state.saved, tick.fields["forward_saved"], [*residuals, *y]))
+            saved = write_slot(state.saved, tick.fields["forward_saved"], [*residuals, *y])
+            state = state._replace(saved=saved)
         if not self.train:
             means = self._add_means(state.sums.means, tick, args, y)
             state = state._replace(sums=state.sums._replace(means=means))
@@ -150,7 +158,7 @@ class Ops(NamedTuple):
 
     def _add_means(self, means: Any, tick: TickRow, args: PieceArguments, y: Leaves) -> Any:
         """The means in an evaluation, to which the last stage adds the means of the head."""
-        is_last = (tick.fields["forward_stage"] == self.last) & (tick.fields["forward_on"] > 0)
+        is_last = tick.is_on_stage("forward", self.last)
         args, runs = self._find_end(tick, "head", args, is_last)
 
         def run_head() -> Any:
@@ -165,7 +173,8 @@ class Ops(NamedTuple):
             layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
         ) -> tuple[Leaves, Leaves, Leaves]:
             grads, dx = self.pieces.backward(args, residuals, dy)
-            layers = self._add_to_chunk(layers, grads, tick.fields["backward_chunk"], tick.fields["backward_on"] > 0)
+            chunk = tick.fields["backward_chunk"]
+            layers = self._add_to_chunk(layers, grads, chunk, tick.is_on("backward"))
             return layers, dx, []
 
         state, dx, _ = self._run_backward(state, tick, run_stage, [])
@@ -174,7 +183,7 @@ class Ops(NamedTuple):
     def input_gradient(self, state: LoopState, tick: TickRow, some_run_both: bool) -> tuple[LoopState, Leaves]:
         """I: the gradient of a stage's input. In this tick some devices may run B: I, and W at once."""
         halves = self.halves
-        assert halves
+        assert halves is not None
 
         def run_stage(
             layers: Leaves, args: PieceArguments, residuals: Leaves, dy: Leaves
@@ -182,9 +191,8 @@ class Ops(NamedTuple):
             dx, weight_residuals = halves.first(*jax.tree.leaves((args, residuals, dy)))
             if some_run_both:
                 runs_both = tick.fields["backward_on"] == 1
-                layers = self._add_weight_gradients(
-                    layers, args, weight_residuals, tick.fields["backward_chunk"], runs_both
-                )
+                chunk = tick.fields["backward_chunk"]
+                layers = self._add_weight_gradients(layers, args, weight_residuals, chunk, runs_both)
             return layers, dx, weight_residuals
 
         state, dx, weight_residuals = self._run_backward(state, tick, run_stage, halves.residuals)
@@ -195,8 +203,8 @@ class Ops(NamedTuple):
         """W: the gradients of a stage's weights, from the residuals of I."""
         args = self._find_op_arguments(tick, "weight")
         residuals = take_row(state.kept, tick.fields["weight_kept"])
-        on = tick.fields["weight_on"] > 0
-        layers = self._add_weight_gradients(state.sums.layers, args, residuals, tick.fields["weight_chunk"], on)
+        chunk = tick.fields["weight_chunk"]
+        layers = self._add_weight_gradients(state.sums.layers, args, residuals, chunk, tick.is_on("weight"))
         return state._replace(sums=state.sums._replace(layers=layers))
 
     def _run_backward(
@@ -214,41 +222,43 @@ class Ops(NamedTuple):
             The state, dx, and the residuals of weight gradients.
         """
         args = self._find_op_arguments(tick, "backward")
-        on = tick.fields["backward_on"]
-        stage_input = take_row(state.inputs, tick.fields["backward_input"])
+        received_x = take_row(state.inputs, tick.fields["backward_input"])
         saved = take_row(state.saved, tick.fields["backward_saved"])
-        received = take_row(state.cotangents, tick.fields["backward_cotangent"])
+        received_dy = take_row(state.cotangents, tick.fields["backward_cotangent"])
         activations = len(self.pieces.x)
 
         def run(sums: Sums) -> Any:
-            is_first = self._is_first(tick, "backward")
+            is_first = tick.is_on_stage("backward", 0)
             if self.saves:
                 residuals = saved[:-activations]
                 y = saved[-activations:]
             else:
-                y, residuals = self.pieces.forward(args, self._embed_on_first(tick, "backward", args, stage_input))
-            means, shared, dy = self._run_head_backward(sums, tick, args, y, received)
+                x = self._embed_on_first(tick, "backward", args, received_x)
+                y, residuals = self.pieces.forward(args, x)
+            means, shared, dy = self._run_head_backward(sums, tick, args, y, received_dy)
             layers, dx, weight_residuals = run_stage(sums.layers, args, residuals, dy)
             shared = self._run_embed_backward(shared, tick, args, dx, is_first)
             return Sums(layers, shared, means), dx, weight_residuals
 
         def skip(sums: Sums) -> Any:
             dx, _ = self.pieces.differentiable.partition(self.pieces.x)
-            return sums, [typed_zeros(x) for x in dx], [typed_zeros(x) for x in weight_residuals]
+            return sums, jax.tree.map(typed_zeros, dx), jax.tree.map(typed_zeros, weight_residuals)
 
-        sums, dx, residuals = self.exclusion.run(on > 0, run, skip, state.sums)
+        sums, dx, residuals = self.exclusion.run(tick.is_on("backward"), run, skip, state.sums)
         return state._replace(sums=sums), dx, residuals
 
     def _run_head_backward(
         self, sums: Sums, tick: TickRow, args: PieceArguments, y: Leaves, received: Leaves
     ) -> tuple[Any, Any, Leaves]:
         """Means, sums of shared gradients, and dy: the last stage gets dy from the head, others from the next stage."""
-        is_last = (tick.fields["backward_stage"] == self.last) & (tick.fields["backward_on"] > 0)
+        is_last = tick.is_on_stage("backward", self.last)
         args, runs = self._find_end(tick, "head", args, is_last)
 
         def run_head() -> Any:
             means, grads, dy = self.pieces.head_backward(self.shared, args, y, self.scale)
-            return add_terms(sums.means, means), add_terms(sums.shared, grads), self._select_own(is_last, dy, received)
+            means = add_terms(sums.means, means)
+            shared = add_terms(sums.shared, grads)
+            return means, shared, self._select_at_stage(is_last, dy, received)
 
         def skip() -> Any:
             return sums.means, sums.shared, received
@@ -260,22 +270,23 @@ class Ops(NamedTuple):
         args, runs = self._find_end(tick, "embed_gradient", args, is_first)
 
         def run_embed() -> Leaves:
-            first_dx = self._select_own(is_first, dx, [jnp.zeros_like(x) for x in dx])
+            zeros = [jnp.zeros_like(x) for x in dx]
+            first_dx = self._select_at_stage(is_first, dx, zeros)
             return add_terms(shared, self.pieces.embed_backward(self.shared, args, first_dx))
 
         return self._choose(runs, run_embed, lambda: shared, self.pieces.embed_backward)
 
-    def _embed_on_first(self, tick: TickRow, op: str, args: PieceArguments, x: Leaves) -> Leaves:
-        """The stage's input: on the first stage the result of the embedding, elsewhere `x`, as received."""
+    def _embed_on_first(self, tick: TickRow, op: str, args: PieceArguments, received: Leaves) -> Leaves:
+        """The stage's input: on the first stage the result of the embedding, elsewhere what was received."""
         embed = self.pieces.embed
-        is_first = self._is_first(tick, op)
+        is_first = tick.is_on_stage(op, 0)
         end = "embed" if op == "forward" else "embed_gradient"
         args, runs = self._find_end(tick, end, args, is_first)
 
         def run_embed() -> Leaves:
-            return self._select_own(is_first, embed(self.shared, args), x)
+            return self._select_at_stage(is_first, embed(self.shared, args), received)
 
-        return self._choose(runs, run_embed, lambda: x, embed)
+        return self._choose(runs, run_embed, lambda: received, embed)
 
     def _add_weight_gradients(
         self, layers: Leaves, args: PieceArguments, residuals: Leaves, chunk: Any, on: Any
@@ -283,7 +294,7 @@ class Ops(NamedTuple):
         """The sums with the weight gradients of one stage and microbatch."""
 
         def run(layers: Leaves) -> Leaves:
-            assert self.halves
+            assert self.halves is not None
             grads = self.halves.second(*jax.tree.leaves(args), residuals=residuals)
             return self._add_to_chunk(layers, grads, chunk, on)
 
@@ -291,34 +302,31 @@ class Ops(NamedTuple):
 
     def _add_to_chunk(self, layers: Leaves, grads: Leaves, chunk: Any, on: Any) -> Leaves:
         """The sums, with a stage's gradients added to those of its chunk."""
-        out = []
+        sums = []
         for total, grad in zip(layers, grads, strict=True):
             index = 0 if total.shape[0] == 1 else chunk
-            new = self.exclusion.update(on, add_terms(total[index], grad), total[index])
-            out.append(lax.dynamic_update_index_in_dim(total, new, index, 0))
-        return out
+            chunk_sum = self.exclusion.update(on, add_terms(total[index], grad), total[index])
+            sums.append(lax.dynamic_update_index_in_dim(total, chunk_sum, index, 0))
+        return sums
 
     def _find_op_arguments(self, tick: TickRow, op: str) -> PieceArguments:
         """The arguments of the pieces in an op of this row."""
-        args = self.find_arguments(
-            tick.fields[f"{op}_stage"], tick.fields[f"{op}_chunk"], tick.fields[f"{op}_microbatch"]
-        )
+        stage = tick.fields[f"{op}_stage"]
+        chunk = tick.fields[f"{op}_chunk"]
+        args = self.find_arguments(stage, chunk, tick.fields[f"{op}_microbatch"])
         return args._replace(keys=jax.tree.map(jax.random.clone, args.keys))  # other ops draw the same, as intended
-
-    def _is_first(self, tick: TickRow, op: str) -> Any:
-        return (tick.fields[f"{op}_stage"] == 0) & (tick.fields[f"{op}_on"] > 0)
 
     # ---- embedding and head on one device, or spread over all
 
-    def _find_end(self, tick: TickRow, end: str, args: PieceArguments, is_own: Any) -> tuple[PieceArguments, Any]:
+    def _find_end(self, tick: TickRow, end: str, args: PieceArguments, at_stage: Any) -> tuple[PieceArguments, Any]:
         """The arguments of embedding or head, and whether this device runs it.
 
-        On one device, only the device of the first or last stage runs it, `is_own`. Spread, all devices run it together
-        in some ticks, for the microbatch that the table's `ends` name. The answer is True or False where that holds in
-        all ticks of the segment, and elsewhere the `CommonEnd`.
+        On one device, only the device of the first or last stage runs it, `at_stage`. Spread, all devices run it
+        together in some ticks, for the microbatch that the table's `ends` name. The answer is True or False where that
+        holds in all ticks of the segment, and elsewhere the `CommonEnd`.
         """
         if self.find_common is None:
-            return args, is_own
+            return args, at_stage
         if end not in tick.common_ends:
             return args, False
         common = tick.common_ends[end]
@@ -326,11 +334,11 @@ class Ops(NamedTuple):
             return self.find_common(common.microbatch), True
         return self.find_common(jnp.maximum(common.microbatch, 0)), common
 
-    def _select_own(self, is_own: Any, results: Leaves, otherwise: Leaves) -> Leaves:
+    def _select_at_stage(self, at_stage: Any, results: Leaves, otherwise: Leaves) -> Leaves:
         """The results of a spread embedding or head on the device of its stage; elsewhere `otherwise`."""
         if self.find_common is None:
             return results
-        return jax.tree.map(partial(jnp.where, is_own), results, otherwise)
+        return jax.tree.map(partial(jnp.where, at_stage), results, otherwise)
 
     def _choose(self, on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
         if on is True:
@@ -347,7 +355,7 @@ class Ops(NamedTuple):
 
 def write_slot(buffers: Leaves, slot: Any, leaves: Leaves) -> Leaves:
     """The arrays with one slot replaced."""
-    written = []
+    updated = []
     for buffer, x in zip(buffers, leaves, strict=True):
-        written.append(lax.dynamic_update_index_in_dim(buffer, x, slot, 0))
-    return written
+        updated.append(lax.dynamic_update_index_in_dim(buffer, x, slot, 0))
+    return updated

@@ -125,13 +125,13 @@ class Pieces:
         self.stage = Piece(self._run_stage, args, self.x)
 
     def _check_spread_embedding(self, embedded: Any) -> None:
-        embedded_axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(embedded)))
-        if embedded_axes & set(self._axes):
-            raise ValueError(
-                f"{self._model.where}: a spread embedding must return the same on all devices of "
-                f"{name_axes(self._axes)}; got a different value on each device. Look tokens up with vocab_embed, or "
-                "sum the parts."
-            )
+        for leaf in jax.tree.leaves(embedded):
+            if varying_axes(leaf) & set(self._axes):
+                raise ValueError(
+                    f"{self._model.where}: a spread embedding must return the same on all devices of "
+                    f"{name_axes(self._axes)}; got a different value on each device. Look tokens up with vocab_embed, "
+                    "or sum the parts."
+                )
 
     def _find_activations(self, embedded: Any) -> Any:
         """Shapes and types that a stage takes and returns, from those of the embedding.
@@ -190,7 +190,8 @@ class Pieces:
             weights=jax.tree.leaves(flags), shared=[False] * len(layer.constants), x=self.differentiable.flags
         )
         examples = (jax.tree.leaves(self._args), layer.constants, self.x)
-        return layer.constants, LayerPasses(layer, None, 1, examples, gradients)
+        passes = LayerPasses(layer, None, 1, examples, gradients)
+        return layer.constants, passes
 
     @cached_property
     def forward(self) -> Piece:
@@ -222,16 +223,15 @@ class Pieces:
         leaves, tree = jax.tree.flatten((self._args, residuals, dy))
 
         def run(*leaves: Any) -> list[Any]:
-            return jax.tree.leaves(self.backward(*jax.tree.unflatten(tree, leaves)))
+            args, residuals, dy = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(self.backward(args, residuals, dy))
 
         grads, dx = self.backward.out
-        lasting = len(jax.tree.leaves(self._args))
-        return TwoHalves(
-            run,
-            leaves,
-            first=[False] * len(grads) + [True] * len(dx),
-            lasting=[True] * lasting + [False] * (len(leaves) - lasting),
-        )
+        # The first half returns dx. Both halves are passed the arguments of a piece, as weights and keys.
+        first = [False] * len(grads) + [True] * len(dx)
+        count = len(jax.tree.leaves(self._args))
+        lasting = [True] * count + [False] * (len(leaves) - count)
+        return TwoHalves(run, leaves, first, lasting)
 
     def _run_stage(self, args: PieceArguments, x: list[Any]) -> list[Any]:
         return self._flatten(self._call_stage(args, self._unflatten(x)))
@@ -245,38 +245,40 @@ class Pieces:
         """
         rows = _count_rows(args.layers)
         numbers = args.number + jnp.arange(rows, dtype=jnp.int32)
-
-        def run(stack: Any, x: Any) -> Any:
-            layers, numbers = stack
-
-            def call(layers: Any) -> Any:
-                if self._model.layer_numbers:
-                    layers = (layers, numbers)
-                return self._model.stage(layers, x, args.keys)
-
-            return call_sealed(call, layers, at=self._model.stack)
-
+        stack = (args.layers, numbers)
         least = self._least
-        x = run(jax.tree.map(lambda leaf: leaf[:least], (args.layers, numbers)), x)
+        x = self._call_layers(jax.tree.map(lambda leaf: leaf[:least], stack), x, args.keys)
         if least == rows:
             return x
         has_row = jnp.arange(least, rows) < args.count
 
         def select_rows(leaf: jax.Array) -> jax.Array:
             # A stage without a row runs its first layer there: on zeros a layer may have no finite derivative.
-            has = has_row.reshape(-1, *[1] * (leaf.ndim - 1))
-            return jnp.where(has, leaf[least:], leaf[:1])[:, None]  # stages of one layer
+            mask = has_row.reshape(-1, *[1] * (leaf.ndim - 1))
+            return jnp.where(mask, leaf[least:], leaf[:1])[:, None]  # stages of one layer
 
         def run_row(x: Any, row: Any) -> tuple[Any, None]:
-            has, stack = row
-            return jax.tree.map(partial(jnp.where, has), run(stack, x), x), None
+            is_layer, stack_of_one = row
+            y = self._call_layers(stack_of_one, x, args.keys)
+            return jax.tree.map(partial(jnp.where, is_layer), y, x), None
 
         # A scan, so that the layer is compiled once for any number of rows.
-        extra_rows = (has_row, jax.tree.map(select_rows, (args.layers, numbers)))
+        extra_rows = (has_row, jax.tree.map(select_rows, stack))
         first_row = jax.tree.map(lambda leaf: leaf[0], extra_rows)
-        after, _ = eval_shape(run_row, x, first_row)
-        x, _ = lax.scan(run_row, jax.tree.map(vary_like, x, after), extra_rows)
+        y, _ = eval_shape(run_row, x, first_row)
+        x, _ = lax.scan(run_row, jax.tree.map(vary_like, x, y), extra_rows)
         return x
+
+    def _call_layers(self, stack: tuple[Any, jax.Array], x: Any, keys: Any) -> Any:
+        """What the user's stage returns for these layers and their numbers."""
+        layers, numbers = stack
+
+        def call(layers: Any) -> Any:
+            if self._model.layer_numbers:
+                layers = (layers, numbers)
+            return self._model.stage(layers, x, keys)
+
+        return call_sealed(call, layers, at=self._model.stack)
 
     # ---- the embedding and its backward pass
 
@@ -350,11 +352,14 @@ class Pieces:
                     f"{self._model.where}: the auxiliary means of a pipeline must be scalars by name; got "
                     f"{describe_type(mean.total)} for {name}. Return scalars, or train without a pipeline."
                 )
-        means = {"loss": loss, **aux}
-        return {name: self._match_types(name, mean) for name, mean in means.items()}
+        means = {}
+        for name, mean in {"loss": loss, **aux}.items():
+            means[name] = self._match_types(name, mean)
+        return means
 
     def _match_types(self, name: str, mean: Mean) -> Mean:
         """A mean whose total and weight vary over the same axes."""
+        # Without an owner there is nothing to match: `_cast_to_sum` marks all totals and weights as varying.
         axes = () if self._owner is None else self._axes
         total_axes = varying_axes(mean.total) & set(axes)
         weight_axes = varying_axes(mean.weight) & set(axes)
@@ -369,12 +374,12 @@ class Pieces:
 
     def _finish_means(self, means: Mapping[str, Mean]) -> Any:
         """The means of this device, float32 and varying over the pipe axis."""
-        finished = {}
+        sums = {}
         for name, mean in means.items():
             total = self._cast_to_sum(self._count_once(mean.total))
             weight = self._cast_to_sum(self._count_once(mean.weight))
-            finished[name] = Mean(total, weight)
-        return finished
+            sums[name] = Mean(total, weight)
+        return sums
 
     def _count_once(self, x: Any) -> Any:
         """A total or weight; if it is the same on all devices, it counts on the device of the last stage only."""
@@ -405,7 +410,10 @@ def _vary_plain_weight(mean: Mean, except_axes: tuple[str, ...]) -> Mean:
 
 def _find_kinds(tree: Any) -> dict[Any, str]:
     """Dtype and shape of each leaf, by its path."""
-    return {path: describe_type(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    kinds = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        kinds[path] = describe_type(leaf)
+    return kinds
 
 
 def _count_rows(layers: Any) -> int:

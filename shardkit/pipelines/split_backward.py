@@ -71,12 +71,16 @@ class TwoHalves:
         closed = jax.make_jaxpr(fn)(*args)
         self._program = _inline_program(closed.jaxpr, closed.consts)
         self._lasting = list(lasting)
-        results = [FIRST if flag else SECOND for flag in first]
+        results = []
+        for is_first in first:
+            results.append(FIRST if is_first else SECOND)
         steady = _find_steady(self._program, lasting)
         self._labels = _label_program(self._program, steady, results, at_hand=lasting)
         self.residuals: list[Any] = compat.eval_shape(lambda *args: self.first(*args)[1], *args)
         self.uncut = _only_views(self._program, self._labels)
-        self.why = _explain_uncut(self._program, self._labels) if self.uncut else ""
+        self.why = ""
+        if self.uncut:
+            self.why = _explain_uncut(self._program, self._labels)
 
     def first(self, *args: Any) -> tuple[list[Any], list[Any]]:
         """The first results and the residuals, given all arguments."""
@@ -86,7 +90,9 @@ class TwoHalves:
     def second(self, *lasting: Any, residuals: Sequence[Any]) -> list[Any]:
         """The other results, given the lasting arguments and the residuals."""
         next_lasting = iter(lasting)
-        args = [next(next_lasting) if flag else None for flag in self._lasting]
+        args = []
+        for is_lasting in self._lasting:
+            args.append(next(next_lasting) if is_lasting else None)
         results, _ = _run_half(self._program, self._labels, SECOND, args, residuals)
         return self._select_results(SECOND, results)
 
@@ -157,8 +163,8 @@ def _find_steady_in_loop(equation: Any, body: _Program, operands: list[bool]) ->
         results = _are_steady(body.jaxpr.outvars, steady)
         carries = operands[carry]
         steady_carries = []
-        for before, after in zip(carries, results, strict=False):  # after the carries stand the stacked results
-            steady_carries.append(before and after)
+        for was_steady, is_steady in zip(carries, results, strict=False):  # the stacked results come after the carries
+            steady_carries.append(was_steady and is_steady)
         if steady_carries == carries:
             return steady, results
         operands = [*operands]
@@ -196,20 +202,20 @@ def _label_program(program: _Program, steady: set[Any], results: Sequence[int], 
         if number in program.loops:
             loop = _label_loop(equation, program.loops[number], steady, uses)
             loops[number] = loop
-            computed = loop.results
+            computes = loop.results
+            equations[number] = first | reduce(or_, computes, 0)
             operands = loop.arguments
-            stacks = [(number, key) for key in loop.residuals]
         else:
-            computed = _label_results(equation, uses, first, steady)
-            operands = [first | reduce(or_, computed, 0)] * len(equation.invars)
-            stacks = []
-        equations[number] = first | reduce(or_, computed, 0)
+            computes = _label_results(equation, uses, first, steady)
+            equations[number] = first | reduce(or_, computes, 0)
+            operands = [equations[number]] * len(equation.invars)
         # What the second half uses and does not compute, the first half hands to it.
-        for v, use, halves in zip(equation.outvars, uses, computed, strict=True):
-            if use & SECOND and not halves & SECOND:
+        for v, users, makers in zip(equation.outvars, uses, computes, strict=True):
+            if users & SECOND and not makers & SECOND:
                 residuals.append(v)
-        residuals += stacks
-        _add_labels(variables, equation.outvars, [halves & FIRST for halves in computed])
+        if number in program.loops:
+            residuals += _list_stacks(number, loops[number])
+        _add_labels(variables, equation.outvars, [makers & FIRST for makers in computes])
         _add_labels(variables, equation.invars, operands)
 
     arguments = []
@@ -253,8 +259,22 @@ def _label_repeated(v: Any, label: int, can_repeat: bool, steady: set[Any]) -> i
     return 0
 
 
+def _list_stacks(number: int, loop: _Labels) -> list[tuple[int, Any]]:
+    """The keys of a loop's residuals in the program that has the loop as equation `number`: they are stacks there."""
+    return [(number, key) for key in loop.residuals]
+
+
 def _label_loop(equation: Any, body: _Program, steady: set[Any], result_labels: Sequence[int]) -> _Labels:
-    """The labels of a loop's body, the same in every round; its results and arguments have the loop's labels."""
+    """The labels of a loop's body, the same in every round; its results and arguments have the loop's labels.
+
+    Worked example: the module's example for L layers is a loop that carries dx, scans over w, x and h, and stacks dw.
+    The first half returns dx and the second half dw.
+
+        the first half     carries dx. It returns no dw, and leaves the matmul of dw out of its rounds.
+        the second half    computes dw from x and dh. It does not carry dx, which the first half has and which does not
+                           follow from lasting arguments. It reads dh from a stack of the first half, a residual, and
+                           scans over x, an argument of the loop.
+    """
     carry = _find_carry(equation)
     carries = carry.stop - carry.start
     outs = equation.outvars
@@ -264,11 +284,12 @@ def _label_loop(equation: Any, body: _Program, steady: set[Any], result_labels: 
     labels = _label_with_carries(body, steady, results, at_hand, carry, FIRST)
     results = list(labels.results)
     # A stacked result that the first half computes in every round anyway is returned by the first half.
-    for k, v in enumerate(body.jaxpr.outvars[carries:], carries):
+    for number, v in enumerate(body.jaxpr.outvars[carries:], carries):
         if not _is_literal(v) and v not in steady:
-            results[k] |= labels.variables[v] & FIRST
+            results[number] |= labels.variables[v] & FIRST
     # The second half carries what it can compute itself: steady carries, and carries that the first half does not have.
-    at_hand[carry] = [v in steady or not label for v, label in zip(outs[:carries], results[:carries], strict=True)]
+    for number in range(carries):
+        at_hand[carry.start + number] = outs[number] in steady or not results[number]
     results_of_both = []
     for v, result_label, label in zip(outs, result_labels, results, strict=True):
         results_of_both.append(label | _label_repeated(v, result_label, not label, steady))
@@ -329,11 +350,13 @@ def _run_half(
         operands = [compat.value_of(v, values) for v in equation.invars]
         if number in program.loops:
             loop = labels.loops[number]
-            stacks = [(number, key) for key in loop.residuals]
-            stacked = [values[key] for key in stacks] if half == SECOND else []
-            outs, stacked = _run_loop(equation, program.loops[number], loop, half, operands, stacked)
+            keys = _list_stacks(number, loop)
+            stacks = []
+            if half == SECOND:
+                stacks = [values[key] for key in keys]
+            outs, stacks = _run_loop(equation, program.loops[number], loop, half, operands, stacks)
             if half == FIRST:
-                values.update(zip(stacks, stacked, strict=True))
+                values.update(zip(keys, stacks, strict=True))
         else:
             outs = compat.bind(equation, operands)
         for v, out in zip(equation.outvars, outs, strict=True):
@@ -358,18 +381,19 @@ def _run_loop(
         half_operands.append(x if label & half else None)
     constants = half_operands[: carry.start]
 
-    def run_round(carried: list[Any], slices: Any) -> Any:
+    first_carries = half_operands[carry]
+    scanned = half_operands[carry.stop :]
+
+    def run_round(carries: list[Any], slices: Any) -> Any:
         scanned, residuals = slices
-        outs, residuals = _run_half(body, labels, half, [*constants, *carried, *scanned], residuals)
-        carries = len(carried)
-        return outs[:carries], (outs[carries:], residuals)
+        outs, residuals = _run_half(body, labels, half, [*constants, *carries, *scanned], residuals)
+        count = len(carries)
+        return outs[:count], (outs[count:], residuals)
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     with compat.trace_as_equation(equation):
-        carried, (outs, stacked) = jax.lax.scan(
-            run_round, half_operands[carry], (half_operands[carry.stop :], stacks), **options
-        )
-    return [*carried, *outs], stacked
+        carries, (outs, stacks) = jax.lax.scan(run_round, first_carries, (scanned, stacks), **options)
+    return [*carries, *outs], stacks
 
 
 # ---- a function that cannot be cut
@@ -434,11 +458,11 @@ def _is_view(equation: Any, steady: Sequence[bool]) -> bool:
     """Whether an equation gives another view of operands that are no larger than its result."""
     if not _is_view_primitive(equation.primitive.name):
         return False
-    operands = 0
-    for v, flag in zip(equation.invars, steady, strict=True):
-        if not flag:
-            operands += _count_bytes(v)
-    return operands <= _count_bytes(equation.outvars[0])
+    size = 0
+    for v, is_steady in zip(equation.invars, steady, strict=True):
+        if not is_steady:
+            size += _count_bytes(v)
+    return size <= _count_bytes(equation.outvars[0])
 
 
 def _count_bytes(v: Any) -> int:
@@ -457,4 +481,4 @@ def _is_literal(atom: Any) -> bool:
 
 def _find_members(half: int, labels: Iterable[int]) -> list[int]:
     """The places of the labels that include a half."""
-    return [k for k, label in enumerate(labels) if label & half]
+    return [number for number, label in enumerate(labels) if label & half]

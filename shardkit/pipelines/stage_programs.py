@@ -76,9 +76,8 @@ def build_zeros(station: Station) -> Any:
 
     def run(params: Any) -> Any:
         specs = broadcast_specs(station.params, params)
-        return jax.shard_map(kernel, mesh=station.mesh, in_specs=(specs,), out_specs=station.find_sum_specs(specs))(
-            params
-        )
+        sum_specs = station.find_sum_specs(specs)
+        return jax.shard_map(kernel, mesh=station.mesh, in_specs=(specs,), out_specs=sum_specs)(params)
 
     return jax.jit(run)
 
@@ -96,7 +95,8 @@ def build_backward(station: Station, first: bool) -> Any:
         else:
             _, pullback = jax.vjp(station.kernel, params, x)
             grads, dx = pullback(dy)
-        return jax.tree.map(lambda total, grad: total + grad[None].astype(jnp.float32), sums, grads), dx
+        sums = jax.tree.map(lambda total, grad: total + grad[None].astype(jnp.float32), sums, grads)
+        return sums, dx
 
     def run(params: Any, x: Any, dy: jax.Array, sums: Any) -> tuple[Any, Any]:
         specs = broadcast_specs(station.params, params)
@@ -116,9 +116,11 @@ def build_finish(station: Station) -> Any:
 
         def kernel(sums: Any, weight: jax.Array) -> Any:
             def average(total: jax.Array, spec: PartitionSpec) -> jax.Array:
-                # Once a step, and not in `build_backward`, where each microbatch would send all gradients.
+                grad = total[0]
                 axes = station.find_unreduced(spec)
-                grad = all_reduce(total[0], axes) if axes else total[0]
+                if axes:
+                    # Once a step, and not in `build_backward`, where each microbatch would send all gradients.
+                    grad = all_reduce(grad, axes)
                 return grad / divisor_of(weight)
 
             return jax.tree.map(average, sums, specs)

@@ -20,7 +20,9 @@ from shardkit.schedules.stages import Stages
 def build_stack_plan(stages: Stages) -> Plan:
     """The plan of `pp` for these stages."""
     axes = axis_names("pp", stages.axis)
-    spread = None if stages.spread is None else make_dim_chooser("pipeline", axes, stages.spread)
+    spread = None
+    if stages.spread is not None:
+        spread = make_dim_chooser("pipeline", axes, stages.spread)
 
     def place(leaf: Leaf) -> Split | str:
         if not is_in_subtrees(leaf.path, (stages.stack,)):
@@ -78,7 +80,9 @@ def fit_plan(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
             f"pp: the plan of a pipeline must have the stages of its schedule, {_describe(stages)}; got the stages of "
             f"another, {_describe(planned.stages)}. Pass the plan of the same pipeline, or chain({pp.name}, ...)."
         )
-    strategies = [pp if part is planned else part for part in plan.strategies]
+    strategies = []
+    for part in plan.strategies:
+        strategies.append(pp if part is planned else part)
     return plan._replace(strategies=tuple(strategies))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 StagePlacement = Literal["loop", "v"]
@@ -41,6 +41,24 @@ def make_cell(stage: int, op: str, microbatch: int) -> Cell:
     return (Action(stage, op, microbatch),)
 
 
+def make_cells(stage: int, op: str, microbatches: Iterable[int]) -> list[Cell]:
+    """Cells with one action each, for one microbatch after the other."""
+    return [make_cell(stage, op, i) for i in microbatches]
+
+
+def count_ticks(rows: Sequence[Sequence[Cell]]) -> int:
+    """The length of the longest row."""
+    return max(map(len, rows), default=0)
+
+
+def walk_cells(rows: Sequence[Sequence[Cell]]) -> Iterator[tuple[int, int, Cell]]:
+    """Tick, device and cell of a table, tick by tick over all devices."""
+    for tick in range(count_ticks(rows)):
+        for device, row in enumerate(rows):
+            if tick < len(row):
+                yield tick, device, row[tick]
+
+
 def device_of(stage: int, devices: int, placement: StagePlacement) -> int:
     """The device of a stage: stages are placed in a loop, or along a V.
 
@@ -56,8 +74,10 @@ def parse_cell(text: str) -> Cell | None:
     """The cell of `2F0`, of `(2F1;2B0)OVERLAP_F_B`, or of nothing; None for any other text."""
     if not text:
         return ()
+    words: Sequence[str] = (text,)
     pair = _PAIR.fullmatch(text)
-    words = pair.groups() if pair else (text,)
+    if pair is not None:
+        words = pair.groups()
     cell = []
     for word in words:
         match = _ACTION.fullmatch(word)
@@ -70,46 +90,40 @@ def parse_cell(text: str) -> Cell | None:
 
 def format_cell(cell: Cell) -> str:
     """The cell in the notation that `parse_cell` reads."""
-    words = [str(action) for action in cell]
-    if len(words) > 1:
-        return f"({';'.join(words)})OVERLAP_F_B"
-    return "".join(words)
+    text = ";".join(map(str, cell))
+    if len(cell) > 1:
+        return f"({text})OVERLAP_F_B"
+    return text
 
 
 def draw_grid(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = None) -> str:
     """The grid: a line per device, a column per tick. With an arrow under (device, tick), only the ticks around it."""
-    ticks = range(max(map(len, rows), default=0))
+    ticks = range(count_ticks(rows))
     if arrow:
         _, tick = arrow
         end = min(len(ticks), tick + _SHOWN + 1)
         # The arrow at a missing action points one tick after the last: the window must still reach it.
         ticks = range(max(0, tick - _SHOWN), max(tick + 1, end))
-    header = [str(tick) for tick in ticks]
-    texts = []
-    width = max(map(len, header), default=0)
-    for row in rows:
+    lines = [("tick", list(map(str, ticks)))]
+    for device, row in enumerate(rows):
         cells = [_format_short(row, tick) for tick in ticks]
-        texts.append(cells)
+        lines.append((f"device {device}", cells))
+        if arrow and arrow[0] == device:
+            marks = ["^" if tick == arrow[1] else "" for tick in ticks]
+            lines.append(("", marks))
+    width = 0
+    for _, cells in lines:
         width = max([width, *map(len, cells)])
     label_width = len("device ") + 1 + len(str(len(rows)))
-
-    def format_line(label: str, cells: Iterable[str]) -> str:
+    texts = []
+    for label, cells in lines:
         padded = [cell.ljust(width) for cell in cells]
-        return " ".join([label.ljust(label_width), *padded]).rstrip()
-
-    lines = [format_line("tick", header)]
-    for device, cells in enumerate(texts):
-        lines.append(format_line(f"device {device}", [cell or "." for cell in cells]))
-        if arrow and arrow[0] == device:
-            marks = [""] * len(ticks)
-            if arrow[1] in ticks:
-                marks[ticks.index(arrow[1])] = "^"
-            lines.append(format_line("", marks))
-    return "\n".join(lines)
+        texts.append(" ".join([label.ljust(label_width), *padded]).rstrip())
+    return "\n".join(texts)
 
 
 def _format_short(row: Sequence[Cell], tick: int) -> str:
-    """The actions of a tick, as a drawing has them: `2F1/2B0`; "" for none, and after the end of the row."""
-    if tick >= len(row):
-        return ""
-    return "/".join(str(action) for action in row[tick])
+    """The actions of a tick, as a drawing has them: `2F1/2B0`; "." for none, and after the end of the row."""
+    if tick >= len(row) or not row[tick]:
+        return "."
+    return "/".join(map(str, row[tick]))

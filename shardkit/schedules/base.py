@@ -39,9 +39,9 @@ class Schedule(Grid):
             raise ValueError(
                 f"Schedule.order: device must be one of {self.devices}; got {device}. Pass 0 to {self.devices - 1}."
             )
-        order = []
+        order: list[str] = []
         for cell in self.rows[device]:
-            order += [str(action) for action in cell]
+            order += map(str, cell)
         return order
 
     def check(self) -> None:
@@ -55,8 +55,10 @@ class Schedule(Grid):
 
     def to_csv(self) -> str:
         """The table in PyTorch's notation: a line per device; cells such as `2F0`, `(2F1;2B0)OVERLAP_F_B`, or empty."""
-        lines = [",".join(map(format_cell, row)) for row in self.rows]
-        return "".join(f"{line}\n" for line in lines)
+        text = ""
+        for row in self.rows:
+            text += ",".join(map(format_cell, row)) + "\n"
+        return text
 
     @staticmethod
     def from_csv(text: str) -> Schedule:
@@ -163,7 +165,9 @@ class Schedule(Grid):
         for row in self.rows:
             order: list[Cell] = []
             for cell in row:
-                order += [(action,) for action in cell if action.op == "F"]
+                # The forward of a pair comes first.
+                if cell and cell[0].op == "F":
+                    order.append(cell[:1])
             orders.append(order)
         # Timed anew: at the ticks of the training table each forward would still wait where a backward stood.
         return build_schedule(self.name, orders, self.microbatches, self.placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import make_cell
+from shardkit.schedules.action import make_cells
 from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
@@ -34,12 +34,12 @@ def breadth_first(devices: int, microbatches: int, chunks: int) -> Schedule:
     )
     orders = []
     for d in range(devices):
-        stages = [chunk * devices + d for chunk in range(chunks)]
+        stages = range(d, chunks * devices, devices)  # of this device
         order = []
         for stage in stages:
-            order += [make_cell(stage, "F", i) for i in range(microbatches)]
+            order += make_cells(stage, "F", range(microbatches))
         # The last chunk first: its cotangents are the first that come.
         for stage in reversed(stages):
-            order += [make_cell(stage, "B", i) for i in range(microbatches)]
+            order += make_cells(stage, "B", range(microbatches))
         orders.append(order)
     return build_schedule("breadth_first", orders, microbatches)

@@ -138,11 +138,18 @@ class Exhaustion:
                 for i in range(self._next[op, target], self._next[op, stage]):
                     times.append(self._ended[Action(stage, op, i)])
         tried = self._tried.setdefault(tuple(self._next.values()), [])
-        for earlier_times in tried:
-            if all(earlier <= time + SLACK for earlier, time in zip(earlier_times, times, strict=True)):
-                return True
+        if any(_is_no_later(earlier_times, times) for earlier_times in tried):
+            return True
         tried.append(times)
         return False
+
+
+def _is_no_later(times: list[float], later_times: list[float]) -> bool:
+    """Whether each time is at most the other one in its place."""
+    for time, later_time in zip(times, later_times, strict=True):
+        if time > later_time + SLACK:
+            return False
+    return True
 
 
 def _find_times_to_the_end(work: Actions) -> dict[tuple[str, int], float]:

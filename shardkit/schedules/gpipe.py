@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import make_cell
+from shardkit.schedules.action import make_cells
 from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
@@ -33,7 +33,7 @@ def gpipe(devices: int, microbatches: int) -> Schedule:
     devices, microbatches = check_sizes("gpipe", devices=devices, microbatches=microbatches)
     orders = []
     for d in range(devices):
-        forwards = [make_cell(d, "F", i) for i in range(microbatches)]
-        backwards = [make_cell(d, "B", i) for i in range(microbatches)]
+        forwards = make_cells(d, "F", range(microbatches))
+        backwards = make_cells(d, "B", range(microbatches))
         orders.append(forwards + backwards)
     return build_schedule("gpipe", orders, microbatches)

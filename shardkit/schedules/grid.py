@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardkit.schedules.action import Action, Rows, StagePlacement, device_of
+from shardkit.schedules.action import Action, Rows, StagePlacement, device_of, walk_cells
 from shardkit.schedules.rules import find_needs
 
 
@@ -38,10 +38,8 @@ class Grid:
         """The tick of every action, in the order of ticks; in a cell the forward comes first."""
         ticks = {}
         # In this order each action comes after its inputs, so that `search` may run the keys one after the other.
-        for tick in range(max(map(len, self.rows))):
-            for row in self.rows:
-                cell = row[tick] if tick < len(row) else ()
-                ticks.update(dict.fromkeys(cell, tick))
+        for tick, _, cell in walk_cells(self.rows):
+            ticks.update(dict.fromkeys(cell, tick))
         return ticks
 
     def device(self, stage: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import make_cell
+from shardkit.schedules.action import make_cell, make_cells
 from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
@@ -35,7 +35,7 @@ def one_f_one_b(devices: int, microbatches: int) -> Schedule:
     for d in range(devices):
         # None on the last device, where the backward of a microbatch follows its forward at once.
         warm_up = devices - 1 - d
-        order = [make_cell(d, "F", i) for i in range(warm_up)]
+        order = make_cells(d, "F", range(warm_up))
         for i in range(microbatches):
             # The first stages run out of microbatches: `build_schedule` leaves out those from m on.
             order.append(make_cell(d, "F", i + warm_up))

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import product
 from typing import NamedTuple, NoReturn, get_args
 
 from shardkit._arguments import checks
-from shardkit.schedules.action import OPS, Action, Cell, Rows, StagePlacement, device_of, draw_grid
+from shardkit.schedules.action import (
+    OPS,
+    Action,
+    Cell,
+    Rows,
+    StagePlacement,
+    count_ticks,
+    device_of,
+    draw_grid,
+    walk_cells,
+)
 
 # For an op, the op of the same stage and microbatch that must come before it, and the ops that it excludes.
 _BEFORE = {"B": "F", "I": "F", "W": "I"}
@@ -33,6 +44,10 @@ def find_needs(action: Action, last_stage: int, actions: Container[Action]) -> l
     return needs
 
 
+def _find_last_stage(actions: Iterable[Action]) -> int:
+    return max((action.stage for action in actions), default=0)
+
+
 def refuse(name: str, reason: str, rows: Sequence[Sequence[Cell]], device: int, tick: int) -> NoReturn:
     """Raises with the grid and an arrow under the cell."""
     raise ValueError(f"{name}: {reason}\n{draw_grid(rows, (device, tick))}")
@@ -44,20 +59,18 @@ def check(name: str, rows: Rows, placement: StagePlacement) -> None:
     check_cells(name, rows, placement)
     # It moves a cell to the right only if an input is not there yet: a table that is right comes back unchanged.
     timed = find_ticks(name, rows)
-    for tick in range(len(timed[0])):
-        for device, row in enumerate(rows):
-            if tick < len(row) and row[tick] != timed[device][tick]:
-                # The first cell that has to move later lacks an input.
-                _refuse_late_input(name, rows, device, tick)
+    for tick, device, cell in walk_cells(rows):
+        if cell != timed[device][tick]:
+            # The first cell that has to move later lacks an input.
+            _refuse_late_input(name, rows, device, tick)
 
 
 def _refuse_late_input(name: str, rows: Rows, device: int, tick: int) -> None:
     """Names an action of a cell that begins before one of its inputs has ended, and the input."""
     ticks: dict[Action, int] = {}
-    for row in rows:
-        for t, cell in enumerate(row):
-            ticks.update(dict.fromkeys(cell, t))
-    last_stage = max(action.stage for action in ticks)
+    for cell_tick, _, cell in walk_cells(rows):
+        ticks.update(dict.fromkeys(cell, cell_tick))
+    last_stage = _find_last_stage(ticks)
     for action in rows[device][tick]:
         for need in find_needs(action, last_stage, ticks):
             if ticks[need] >= tick:
@@ -78,40 +91,39 @@ def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
         raise ValueError(f"{name}: a schedule must have an action; got none. Write for example '0F0,0B0'.")
     tick_of: dict[Action, int] = {}  # the tick of every action up to here
     # Tick by tick over all devices: of two equal actions the later one is refused.
-    for tick in range(max(map(len, rows))):
-        for device, row in enumerate(rows):
-            if tick >= len(row):
-                continue
-            cell = row[tick]
-            reason = _find_wrong_pair(cell, device, tick)
-            if reason:
+    for tick, device, cell in walk_cells(rows):
+        reason = _find_wrong_pair(cell, device, tick)
+        if reason is not None:
+            refuse(name, reason, rows, device, tick)
+        for action in cell:
+            home = device_of(action.stage, len(rows), placement)
+            reason = _find_gap(action, len(actions))
+            if reason is None:
+                reason = _find_misplacement(action, device, tick, home, tick_of, actions)
+            if reason is not None:
                 refuse(name, reason, rows, device, tick)
-            for action in cell:
-                home = device_of(action.stage, len(rows), placement)
-                reason = _find_gap(action, len(actions)) or _find_misplacement(
-                    action, device, tick, home, tick_of, actions
-                )
-                if reason:
-                    refuse(name, reason, rows, device, tick)
-                tick_of[action] = tick
+            tick_of[action] = tick
     _check_complete(name, rows, placement, tick_of)
 
 
 def _check_complete(name: str, rows: Rows, placement: StagePlacement, ticks: dict[Action, int]) -> None:
     """Refuses a table in which a stage leaves out a microbatch."""
+    devices = len(rows)
     microbatches = max(action.microbatch for action in ticks) + 1
-    chunks = max(action.stage for action in ticks) // len(rows) + 1
-    for i in range(microbatches):
-        for stage in range(chunks * len(rows)):
-            is_split = Action(stage, "I", i) in ticks or Action(stage, "W", i) in ticks
-            for op in "FIW" if is_split else "FB":
-                if Action(stage, op, i) in ticks:
-                    continue
-                device = device_of(stage, len(rows), placement)
-                reason = f"every stage must run every microbatch; {stage}{op}{i} is missing on device {device}. Add it."
-                # The arrow points after the device's last action, where there is room for the missing one.
-                busy_ticks = [tick for tick, cell in enumerate(rows[device]) if cell]
-                refuse(name, reason, rows, device, 1 + max(busy_ticks, default=-1))
+    chunks = _find_last_stage(ticks) // devices + 1
+    for i, stage in product(range(microbatches), range(chunks * devices)):
+        is_split = Action(stage, "I", i) in ticks or Action(stage, "W", i) in ticks
+        for op in "FIW" if is_split else "FB":
+            if Action(stage, op, i) in ticks:
+                continue
+            device = device_of(stage, devices, placement)
+            reason = f"every stage must run every microbatch; {stage}{op}{i} is missing on device {device}. Add it."
+            # The arrow points after the device's last action, where there is room for the missing one.
+            after = 0
+            for tick, cell in enumerate(rows[device]):
+                if cell:
+                    after = tick + 1
+            refuse(name, reason, rows, device, after)
 
 
 def _find_wrong_pair(cell: Cell, device: int, tick: int) -> str | None:
@@ -179,11 +191,13 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
     orders = []
     home: dict[Action, int] = {}
     for device, row in enumerate(rows):
-        order = [(column, cell) for column, cell in enumerate(row) if cell]
-        for _, cell in order:
-            home.update(dict.fromkeys(cell, device))
+        order = []
+        for column, cell in enumerate(row):
+            if cell:
+                order.append((column, cell))
+                home.update(dict.fromkeys(cell, device))
         orders.append(order)
-    last_stage = max((action.stage for action in home), default=0)
+    last_stage = _find_last_stage(home)
     table: list[list[Cell]] = [[] for _ in rows]
     ticks: dict[Action, int] = {}
     next_cells = [0] * len(rows)  # how far along its order each device is
@@ -216,11 +230,11 @@ def find_ticks(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
                 column, cell = orders[device][next_cells[device]]
                 stuck[device] = _Waiting(column, cell, need)
         _refuse_deadlock(name, rows, stuck, home)
-    length = max(map(len, table))
+    length = count_ticks(table)
     rows_of_one_length = []
     for row in table:
-        idle_ticks: list[Cell] = [()] * (length - len(row))
-        rows_of_one_length.append((*row, *idle_ticks))
+        row += [()] * (length - len(row))
+        rows_of_one_length.append(tuple(row))
     return tuple(rows_of_one_length)
 
 
@@ -228,7 +242,9 @@ def _find_inputs(cell: Cell, last_stage: int, actions: Container[Action]) -> lis
     """The actions that must end before a cell begins: the needs of its actions, except actions of the cell itself."""
     inputs = []
     for action in cell:
-        inputs += [need for need in find_needs(action, last_stage, actions) if need not in cell]
+        for need in find_needs(action, last_stage, actions):
+            if need not in cell:
+                inputs.append(need)
     return inputs
 
 

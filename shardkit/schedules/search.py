@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, product
 from operator import attrgetter
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from shardkit._arguments import checks
 from shardkit.schedules.action import Action, StagePlacement
@@ -81,10 +81,12 @@ def search(
     places = math.floor(memory * v + 1e-9)
     # With the slack, an order that differs from the bound by rounding alone ends the search.
     bound = find_least_makespan(p, m, v, costs, memory) + SLACK
-    placements: Sequence[StagePlacement] = get_args(StagePlacement) if v > 1 and p > 1 else ("loop",)
+    placements: list[StagePlacement] = ["loop"]
+    if v > 1 and p > 1:
+        # The V first: if it reaches the bound, as ZB-V may, the loop is not tried at all.
+        placements.insert(0, "v")
     best = _Candidate(math.inf, "loop", [])
-    # The V first: if it reaches the bound, as ZB-V may, the loop is not tried at all.
-    for placement in reversed(placements):
+    for placement in placements:
         if best.makespan <= bound:
             break
         work = Actions(p, m, v, placement, costs)
@@ -96,7 +98,8 @@ def search(
         return replace(unsplit, name="search")
     orders = []
     for row in best.rows:
-        orders.append([(action,) for _, action in row])
+        order = [(action,) for _, action in row]
+        orders.append(order)
     return build_schedule("search", orders, m, best.placement)
 
 
@@ -142,16 +145,21 @@ def _try_orders(work: Actions, places: int) -> Iterator[Timed]:
     """The orders that are tried, as begin times, for devices with `places` for chunks in flight."""
     for order in _find_known_orders(work, places):
         rows = work.run_order(order)
-        peak = 0
-        for row in rows:
-            actions = [action for _, action in row]
-            peak = max(peak, count_peak(actions))
         # ZB-H1 and ZB-V know of no cap, and a repeating order keeps to it on average alone: those with a higher peak
         # are left out here. A greedy run keeps to the cap by itself.
-        if peak <= places:
+        if _find_peak(rows) <= places:
             yield rows
     for rule in _RULES:
         yield GreedyRun(work, places, rule).run()
+
+
+def _find_peak(rows: Timed) -> int:
+    """The most chunks that any device holds at once."""
+    peak = 0
+    for row in rows:
+        actions = [action for _, action in row]
+        peak = max(peak, count_peak(actions))
+    return peak
 
 
 def _find_known_orders(work: Actions, places: int) -> Iterator[Iterable[Action]]:
@@ -274,33 +282,44 @@ class GreedyRun:
     def _prefer(self, device: int, ready: dict[str, list[Action]], now: float, later: float) -> Action | None:
         """The ready action that the rule begins; None if it waits."""
         rule = self._rule
-        forwards = ready["F"][::-1]  # the last chunk first
-        input_gradients = ready["I"][::-1]
-        forward = forwards[0] if forwards else None
-        weight = _find_oldest(ready["W"][::-1])
-        if rule.oldest:
-            back = _find_oldest(input_gradients)
-        else:
-            back = input_gradients[0] if input_gradients else None
-        row = self._rows[device]
-        after_backward = bool(row) and row[-1][1].op != "F"
-        first = back
-        if back is None or (forward and rule.in_turn and after_backward):
+        forward = _find_last(ready["F"])
+        input_gradient = _find_oldest(ready["I"]) if rule.oldest else _find_last(ready["I"])
+        weight_gradient = _find_oldest(ready["W"])
+        # Other devices wait for a forward or an input gradient, and none for a weight gradient.
+        first = input_gradient
+        if first is None or (forward and rule.in_turn and self._has_run_backward(device)):
             first = forward
-        waiting = self._count_between(device, "I", "W")
-        # A chunk keeps its place until W: some weight gradients now make room for further forwards.
-        if first is forward and weight and rule.waiting and waiting > rule.waiting:
-            return weight
-        # A forward or an input gradient, for which other devices wait, will be ready before this would end, and would
-        # begin late.
-        if first is None and weight and rule.patient and later < now + self._work.cost[weight]:
+        if weight_gradient is None:
+            return first
+        if first is None or first.op == "F":
+            # A chunk keeps its place until W: some weight gradients now make room for further forwards.
+            waiting = self._count_between(device, "I", "W")
+            if rule.waiting and waiting > rule.waiting:
+                return weight_gradient
+        if first is not None:
+            return first
+        # An action for which other devices wait will be ready before W would end, and would begin late.
+        if rule.patient and later < now + self._work.cost[weight_gradient]:
             return None
-        return first or weight
+        return weight_gradient
+
+    def _has_run_backward(self, device: int) -> bool:
+        """Whether the last action of a device was a part of a backward."""
+        row = self._rows[device]
+        if not row:
+            return False
+        _, action = row[-1]
+        return action.op != "F"
+
+
+def _find_last(actions: list[Action]) -> Action | None:
+    """The action of the last chunk; None if there are no actions."""
+    return actions[-1] if actions else None
 
 
 def _find_oldest(actions: list[Action]) -> Action | None:
-    """The action of the lowest microbatch, the first of several; None if there are no actions."""
-    return min(actions, key=attrgetter("microbatch"), default=None)
+    """The action of the lowest microbatch, and of these the last chunk's; None if there are no actions."""
+    return min(reversed(actions), key=attrgetter("microbatch"), default=None)
 
 
 def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]:
@@ -315,21 +334,20 @@ def find_repeating_orders(p: int, m: int, places: int) -> Iterator[list[Action]]
     are 0, 3, 4 and 1, all different: the second microbatch may follow at 6, 9, 10 and 13. The two weight gradients take
     the next free times: 5 after 4, and 8 after 7.
     """
-    passes = [("F", stage) for stage in range(2 * p)] + [("I", stage) for stage in reversed(range(2 * p))]
+    stages = range(2 * p)
+    passes = [*product("F", stages), *product("I", reversed(stages))]
     # A microbatch passes the devices four times: forward there and back, then its gradient there and back. `steps` has
     # the time from device to device on each of these ways, `turns` the time at each of the three ends between them.
-    for steps, turns in product(product((1, 2), repeat=4), product(range(1, _PERIOD + 1), repeat=3)):
-        # With two devices, all steps and turns of one: the gaps 0, 1 1, 1 1, 1 1, 1 0, whose sums are the times 0 to 7.
+    all_steps = product((1, 2), repeat=4)
+    all_turns = product(range(1, _PERIOD + 1), repeat=3)
+    for steps, turns in product(all_steps, all_turns):
+        # With two devices, all steps and turns of one: the gaps 0, 1 1, 1 1, 1 1, 1, whose sums are the times 0 to 7.
         gaps = [0]
-        for step, turn in zip(steps, (*turns, 0), strict=True):
+        for number, step in enumerate(steps):
             gaps += [step] * (p - 1)
-            gaps.append(turn)
-        begins = dict(zip(passes, accumulate(gaps), strict=False))
-        # Each device adds its own to `begins`, until one of them does not fit.
-        for d in range(p):
-            if not _add_weight_gradients(begins, (2 * p - 1 - d, d), places):
-                break
-        else:
+            gaps += turns[number : number + 1]  # none after the last way
+        begins = dict(zip(passes, accumulate(gaps), strict=True))
+        if _add_weight_gradients(begins, p, places):
             yield _repeat(begins, m)
 
 
@@ -342,7 +360,15 @@ def _repeat(begins: dict[tuple[str, int], int], m: int) -> list[Action]:
     return [action for _, action in sorted(timed)]
 
 
-def _add_weight_gradients(begins: dict[tuple[str, int], int], stages: tuple[int, int], places: int) -> bool:
+def _add_weight_gradients(begins: dict[tuple[str, int], int], p: int, places: int) -> bool:
+    """Adds the weight gradients of all stages, device by device; False if those of a device do not fit."""
+    for d in range(p):
+        if not _add_on_device(begins, (2 * p - 1 - d, d), places):
+            return False
+    return True
+
+
+def _add_on_device(begins: dict[tuple[str, int], int], stages: tuple[int, int], places: int) -> bool:
     """Adds the weight gradients of a device's two stages; False if actions collide, or too many are in flight."""
     taken = set()  # of the ticks of a period
     for stage in stages:

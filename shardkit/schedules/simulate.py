@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from shardkit._arguments import checks
-from shardkit.schedules.action import Action, Cell, StagePlacement, device_of
+from shardkit.schedules.action import Action, Cell, StagePlacement, count_ticks, device_of
 from shardkit.schedules.grid import Grid
 
 
@@ -149,7 +149,7 @@ def simulate(
         (overlapped,) = checks.positive("simulate", overlapped=overlapped)
         pair_cost = overlapped / v
     run = _Run(schedule, costs, pair_cost, synchronous)
-    for tick in range(max(map(len, schedule.rows))):
+    for tick in range(count_ticks(schedule.rows)):
         run.run_tick(tick)
     return _summarize(schedule, run.spans, run.device_actions)
 
@@ -183,12 +183,15 @@ class _Run:
             # All devices meet in the sends between two ticks. Before the first tick there are none.
             self._free = [max(self._free) + self._costs.communication] * self._schedule.devices
         for device, row in enumerate(self._schedule.rows):
-            cell = row[tick] if tick < len(row) else ()
-            if self._pair_cost is not None and len(cell) == 2:
-                self._run_together(device, cell, self._pair_cost)
-            else:
-                for action in cell:
-                    self._run_together(device, (action,), self._costs.of[action.op][action.stage])
+            if tick < len(row):
+                self._run_cell(device, row[tick])
+
+    def _run_cell(self, device: int, cell: Cell) -> None:
+        if self._pair_cost is not None and len(cell) == 2:
+            self._run_together(device, cell, self._pair_cost)
+            return
+        for action in cell:
+            self._run_together(device, (action,), self._costs.of[action.op][action.stage])
 
     def _run_together(self, device: int, actions: Cell, cost: float) -> None:
         begin = self._free[device]
@@ -211,22 +214,26 @@ class _Run:
 
 
 def _summarize(schedule: Grid, spans: dict[Action, Span], device_actions: list[list[Action]]) -> Timeline:
-    makespan = max(end for _, end in spans.values())
+    makespan = 0.0
     busy = []
     idle_within = []
+    peaks = []
     for actions in device_actions:
         device_spans = {spans[action] for action in actions}  # actions that run together count once
-        busy.append(sum(end - begin for begin, end in device_spans))
-        first = min(begin for begin, _ in device_spans)
-        last = max(end for _, end in device_spans)
-        idle_within.append(last - first - busy[-1])
+        compute = sum(end - begin for begin, end in device_spans)
+        first, _ = spans[actions[0]]
+        _, last = spans[actions[-1]]
+        makespan = max(makespan, last)
+        busy.append(compute)
+        idle_within.append(last - first - compute)
+        peaks.append(count_peak(actions) / schedule.chunks)
     work = max(busy)
     return Timeline(
         makespan=makespan,
         bubble=(makespan - work) / work,
         bubble_of_total=(makespan - work) / makespan,
         bubble_of_span=max(idle_within) / work,
-        peak_in_flight=tuple(count_peak(actions) / schedule.chunks for actions in device_actions),
+        peak_in_flight=tuple(peaks),
         spans=spans,
         busy=tuple(busy),
     )
@@ -257,24 +264,24 @@ def _bound_makespan(p: int, m: int, v: int, placement: StagePlacement, costs: Co
     devices = [device_of(stage, p, placement) for stage in stages]
     hops = []  # the time from each stage to the next; nothing is sent between stages of one device
     for device, next_device in pairwise(devices):
-        hops.append(costs.communication if device != next_device else 0.0)
+        hops.append(0.0 if device == next_device else costs.communication)
     # From the begin of the forward of a stage to the end of its own backward.
     in_flight = []
     for stage in stages:
         compute = sum(forward[stage:]) + sum(awaited[stage + 1 :]) + backward[stage]
         in_flight.append(compute + 2 * sum(hops[stage:]))
+    work_of_microbatch = [0.0] * p
+    time_in_flight = [0.0] * p
+    for stage, device in enumerate(devices):
+        work_of_microbatch[device] += forward[stage] + backward[stage]
+        time_in_flight[device] += in_flight[stage]
     bounds = [in_flight[0]]
-    # In a loop and in a V, stage d is the first of device d.
-    for first in range(p):  # the first stage of each device
-        device_stages = [stage for stage in stages if devices[stage] == devices[first]]
-        work_of_microbatch = 0.0
-        time_in_flight = 0.0
-        for stage in device_stages:
-            work_of_microbatch += forward[stage] + backward[stage]
-            time_in_flight += in_flight[stage]
-        bounds.append(sum(forward[:first]) + sum(hops[:first]) + m * work_of_microbatch)
+    # In a loop and in a V, the first stage of device d is stage d.
+    for device in range(p):
+        arrival = sum(forward[:device]) + sum(hops[:device])
+        bounds.append(arrival + m * work_of_microbatch[device])
         if memory is not None:
-            bounds.append(m * time_in_flight / (memory * v))
+            bounds.append(m * time_in_flight[device] / (memory * v))
     return max(bounds)
 
 

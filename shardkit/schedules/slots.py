@@ -42,7 +42,7 @@ class Slots(NamedTuple):
 
 def assign_slots(schedule: Grid, lives: Sequence[Lives]) -> Slots:
     """The slots of a schedule; `lives` has the ticks in which values are needed, in the order of `find_lives`."""
-    inputs, saved, cotangents, kept = (_assign_buffer(schedule, live) for live in lives)
+    inputs, saved, cotangents, kept = [_assign_buffer(schedule, live) for live in lives]
     return Slots(
         inputs=inputs.slots,
         saved=saved.slots,
@@ -104,7 +104,8 @@ def _assign_buffer(schedule: Grid, lives: Lives) -> _Buffer:
     free: list[list[int]] = [[] for _ in counts]
     taken: list[list[tuple[int, int]]] = [[] for _ in counts]  # the last tick in which a slot is needed, and the slot
     for work, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
-        device = schedule.device(work[0])
+        stage, _ = work
+        device = schedule.device(stage)
         # A slot that is read in tick 4 takes a new value from tick 5 on; the heap has the slot that is free first on
         # top.
         while taken[device] and taken[device][0][0] < begin:

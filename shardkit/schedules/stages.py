@@ -41,7 +41,9 @@ class Stages(NamedTuple):
         stack: str = "layers",
     ) -> Stages:
         """The stages of a schedule."""
-        counts = None if layers_per_stage is None else tuple(layers_per_stage)
+        counts = None
+        if layers_per_stage is not None:
+            counts = tuple(layers_per_stage)
         return cls(axis, schedule.devices, schedule.chunks, schedule.placement, counts, spread, stack)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
@@ -79,14 +81,13 @@ class Stages(NamedTuple):
         starts = (0, *accumulate(sizes))
         longest = max(sizes)
         p = len(sizes) // self.chunks
-        rows = []
+        rows: list[int] = []
         for device in range(p):
             for first in range(0, len(sizes), p):  # the stages of a chunk begin with this one
                 # The order of "v" is its own inverse: this is the stage of the chunk that the device has.
                 stage = first + device_of(first + device, p, self.placement)
-                layer_rows = [starts[stage] + i for i in range(sizes[stage])]
-                padding = [-1] * (longest - sizes[stage])
-                rows += layer_rows + padding
+                rows += range(starts[stage], starts[stage] + sizes[stage])
+                rows += [-1] * (longest - sizes[stage])
         # With () every reader leaves the stack as it is, and no rows are moved.
         if rows == list(range(layers)):
             return ()
@@ -96,11 +97,11 @@ class Stages(NamedTuple):
         """The text about the stages in a description of the plan."""
         notes = []
         if self.chunks > 1:
-            notes.append(f"{self.chunks} chunks in stage order")
+            notes.append(f", {self.chunks} chunks in stage order")
             if self.placement == "v":
-                notes.append("placed as a V")
+                notes.append(", placed as a V")
         if self.layers_per_stage:
-            notes.append(f"stages of {', '.join(map(str, self.layers_per_stage))} layers")
+            notes.append(f", stages of {', '.join(map(str, self.layers_per_stage))} layers")
         if self.spread is not None:
-            notes.append("embedding and head spread")
-        return "".join(f", {note}" for note in notes)
+            notes.append(", embedding and head spread")
+        return "".join(notes)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.schedules.action import OPS
+from shardkit.schedules.action import OPS, count_ticks
 from shardkit.schedules.grid import Grid
 from shardkit.schedules.slots import Lives, Slots, assign_slots, find_lives
 
@@ -125,7 +125,7 @@ _MOST_MOVES = 1.25  # long segments may send so many times what shorter ones sen
 _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 _BUFFERS = ("inputs", "saved", "cotangents", "kept")
 _MOVED_BUFFERS = ("inputs", "cotangents")
-_MOVED_FIELDS = {move.field for move in MOVES}
+_FIELD_OF_MOVE = {(move.buffer, move.shift): move.field for move in MOVES}
 # The fields that are slots, with the buffer of the slot.
 _BUFFER_OF_FIELD = {
     "forward_input": "inputs",
@@ -168,8 +168,9 @@ def lower_schedule(schedule: Grid, saved: bool, spread: bool) -> Table:
 
 def _write_rows(schedule: Grid, slots: Slots) -> np.ndarray:
     """The fields of all ticks, int32 `[ticks, devices, fields]`, with `_NOWHERE` for slots that are not needed."""
-    blank = [_NOWHERE if field in _BUFFER_OF_FIELD else 0 for field in FIELDS]
-    rows = np.tile(np.array(blank, np.int32), (_count_ticks(schedule), schedule.devices, 1))
+    rows = np.zeros((count_ticks(schedule.rows), schedule.devices, len(FIELDS)), np.int32)
+    for field in _BUFFER_OF_FIELD:
+        rows[:, :, FIELDS.index(field)] = _NOWHERE
     for (stage, op, i), tick in schedule.ticks.items():
         work = (stage, i)
         device = schedule.device(stage)
@@ -195,10 +196,6 @@ def _write_rows(schedule: Grid, slots: Slots) -> np.ndarray:
     return rows
 
 
-def _count_ticks(schedule: Grid) -> int:
-    return max(map(len, schedule.rows))
-
-
 def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:
     """Where the result of an action is received: the field, the device and the slot; None if nowhere."""
     # A weight gradient stays on its device.
@@ -221,18 +218,17 @@ def _find_receipt(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> 
     if schedule.placement == "v":
         # A V never crosses the end of the ring: the next stage is on a neighbor, or at the turn on the same device.
         shift = taker - schedule.device(stage)
-    [field] = [move.field for move in MOVES if (move.buffer, move.shift) == (buffer, shift)]
-    return field, taker, slot_of[target, i]
+    return _FIELD_OF_MOVE[buffer, shift], taker, slot_of[target, i]
 
 
 def _find_ends(schedule: Grid) -> np.ndarray:
     """See `Table.ends`."""
-    last_stage = max(action.stage for action in schedule.ticks)
+    last_stage = schedule.devices * schedule.chunks - 1
     has_backward = any(action.op in "BI" for action in schedule.ticks)
     # In training the head runs with the backward of the last stage, which needs its cotangent; in an evaluation with
     # the forward.
     head_ops = "BI" if has_backward else "F"
-    ends = np.full((_count_ticks(schedule), len(ENDS)), -1, np.int32)
+    ends = np.full((count_ticks(schedule.rows), len(ENDS)), -1, np.int32)
     for (stage, op, i), tick in schedule.ticks.items():
         if stage == 0 and op == "F":
             ends[tick, ENDS.index("embed")] = i
@@ -267,34 +263,42 @@ def _count_moves(segments: Sequence[Segment]) -> int:
 
 def _find_segments(schedule: Grid, rows: np.ndarray, ends: np.ndarray | None = None) -> tuple[Segment, ...]:
     """Runs of ticks with the same kinds of op and, if `ends` are passed, with the same of them."""
-    tick_ops: list[set[str]] = [set() for _ in range(_count_ticks(schedule))]
-    for action, tick in schedule.ticks.items():
-        tick_ops[tick].add(action.op)
+    ops_of_ticks = [""] * count_ticks(schedule.rows)
+    for op in OPS:
+        ticks_with_op = {tick for action, tick in schedule.ticks.items() if action.op == op}
+        for tick in ticks_with_op:
+            ops_of_ticks[tick] += op
     kinds = []
-    for tick, ops in enumerate(tick_ops):
+    for tick, ops in enumerate(ops_of_ticks):
         tick_ends: tuple[bool, ...] = ()
         if ends is not None:
             tick_ends = tuple(ends[tick] >= 0)
-        kinds.append(("".join(op for op in OPS if op in ops), tick_ends))
+        kinds.append((ops, tick_ends))
     segments = []
     begin = 0
     # A segment is compiled as one scan, and its body has these ops alone: in the first ticks of GPipe no device
     # computes a backward that it would discard.
-    for (ops_text, _), run in groupby(kinds):
+    for (ops, _), run in groupby(kinds):
         ticks = len(list(run))
-        moves = []
-        for move in MOVES:
-            slots = rows[begin : begin + ticks, :, FIELDS.index(move.field)]
-            if (slots != _NOWHERE).any():
-                moves.append(move)
-        segments.append(Segment(ops_text, begin, ticks, tuple(moves)))
+        moves = _find_moves(rows[begin : begin + ticks])
+        segments.append(Segment(ops, begin, ticks, moves))
         begin += ticks
     return tuple(segments)
 
 
+def _find_moves(rows: np.ndarray) -> tuple[RingMove, ...]:
+    """The moves that bring some device what it needs in one of these ticks."""
+    moves = []
+    for move in MOVES:
+        slots = rows[:, :, FIELDS.index(move.field)]
+        if (slots != _NOWHERE).any():
+            moves.append(move)
+    return tuple(moves)
+
+
 def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> dict[str, np.ndarray]:
     """For each buffer, a free slot at each tick, [ticks + 1, devices]; the number of slots if all are taken."""
-    ticks = _count_ticks(schedule)
+    ticks = count_ticks(schedule.rows)
     free = {}
     # The last four fields of `Slots` are the maps, in the order of the buffers.
     for name, live, slot_of in zip(_BUFFERS, lives, slots[4:], strict=True):
@@ -302,7 +306,8 @@ def _find_free_slots(schedule: Grid, slots: Slots, lives: Sequence[Lives]) -> di
         # takes: argmin gives the first slot that is not taken, and this one if all others are.
         taken = np.zeros((ticks + 1, schedule.devices, getattr(slots, name) + 1), bool)
         for work, (begin, end) in live.items():
-            taken[begin : end + 1, schedule.device(work[0]), slot_of[work]] = True
+            stage, _ = work
+            taken[begin : end + 1, schedule.device(stage), slot_of[work]] = True
         free[name] = taken.argmin(axis=2)
     return free
 
@@ -327,7 +332,7 @@ def _assign_free_slots(
             name = _BUFFER_OF_FIELD[field]
             column = rows[ticks, :, FIELDS.index(field)]  # a view: what is written there is written to `rows`
             free_slots = free[name][ticks]
-            if field in _MOVED_FIELDS:
+            if field in _FIELD_OF_MOVE.values():
                 free_slots = free[name][ticks.start + 1 : ticks.stop + 1]
             np.copyto(column, free_slots, where=column == _NOWHERE, casting="unsafe")
             size = getattr(slots, name)

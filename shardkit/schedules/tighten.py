@@ -41,18 +41,20 @@ class Actions:
         self.chunks: list[list[int]] = [[] for _ in range(p)]
         for stage in self.stages:
             self.chunks[self.device[stage]].append(stage)
-        actions = []
+        self.cost: dict[Action, float] = {}
+        self.needs: Inputs = {}
+        self.needed: Inputs = {}
         for stage, op, i in product(self.stages, "FIW", range(m)):
-            actions.append(Action(stage, op, i))
-        self.cost = {action: costs.of[action.op][action.stage] for action in actions}
-        self.needs: Inputs = {action: [] for action in actions}
-        self.needed: Inputs = {action: [] for action in actions}
+            action = Action(stage, op, i)
+            self.cost[action] = costs.of[op][stage]
+            self.needs[action] = []
+            self.needed[action] = []
         last_stage = p * v - 1
-        for action in actions:
+        for action in self.cost:
             # No backward is whole here: with () every need of a backward is an I.
             for need in find_needs(action, last_stage, ()):
                 moves = self.device[need.stage] != self.device[action.stage]
-                delay = costs.communication * moves
+                delay = costs.communication if moves else 0.0
                 self.needs[action].append((need, delay))
                 self.needed[need].append((action, delay))
 
@@ -129,10 +131,11 @@ class Actions:
 
     def _move_earlier(self, rows: Timed, needs: Inputs, in_flight: tuple[str, str], places: int) -> Timed:
         """The rows, after each action, in the order of begins, has moved to the earliest idle time it fits into."""
-        rows = [list(row) for row in rows]
+        rows = list(map(list, rows))
         begins: dict[Action, float] = {}
         for row in rows:
-            begins.update((action, begin) for begin, action in row)
+            for begin, action in row:
+                begins[action] = begin
         # Sorted before anything moves: the inputs of an action come before it in this order, so they have moved
         # already.
         for action in sorted(begins, key=begins.__getitem__):

@@ -22,7 +22,7 @@ def parse_v_order(device: int, devices: int, words: Iterable[str]) -> list[Cell]
     backwards: Counter[str] = Counter()
     waiting: deque[Action] = deque()  # input gradients, the weight gradients of which are to come
 
-    def make_action(op: str, chunk: str = "") -> Action:
+    def make_action(op: str, chunk: str) -> Action:
         if op == "W":
             return waiting.popleft()._replace(op="W")
         # B and I share a count: a backward is whole or split, and the next one is of the next microbatch either way.
@@ -35,5 +35,8 @@ def parse_v_order(device: int, devices: int, words: Iterable[str]) -> list[Cell]
 
     cells = []
     for word in words:
-        cells.append(tuple(make_action(*part) for part in word.split()))
+        cell = []
+        for part in word.split():
+            cell.append(make_action(op=part[0], chunk=part[1:]))
+        cells.append(tuple(cell))
     return cells

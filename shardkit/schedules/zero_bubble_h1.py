@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.action import make_cell
+from shardkit.schedules.action import make_cell, make_cells
 from shardkit.schedules.base import Schedule, build_schedule, builder, check_sizes
 
 
@@ -36,7 +36,7 @@ def zero_bubble_h1(devices: int, microbatches: int) -> Schedule:
     for d in range(devices):
         warm_up = min(microbatches, devices - 1 - d)
         weight_gradients = 0  # how many are done
-        order = [make_cell(d, "F", i) for i in range(warm_up)]
+        order = make_cells(d, "F", range(warm_up))
         for i in range(microbatches):
             order.append(make_cell(d, "F", i + warm_up))
             order.append(make_cell(d, "I", i))
@@ -47,6 +47,6 @@ def zero_bubble_h1(devices: int, microbatches: int) -> Schedule:
                 order.append(make_cell(d, "W", weight_gradients))
                 weight_gradients += 1
         # 1F1B would idle here, because input gradients still go through the earlier devices.
-        order += [make_cell(d, "W", i) for i in range(weight_gradients, microbatches)]
+        order += make_cells(d, "W", range(weight_gradients, microbatches))
         orders.append(order)
     return build_schedule("zero_bubble_h1", orders, microbatches)

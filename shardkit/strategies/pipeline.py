@@ -11,8 +11,8 @@ from typing import Any
 from shardkit._arguments.checks import Axis
 from shardkit._arguments.typed import typed
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
+from shardkit.pipelines.grad_fn import Mode, build_grad_fn, build_loss
 from shardkit.pipelines.pieces import StagedModel
-from shardkit.pipelines.run import Mode, build_grad_fn, build_loss
 from shardkit.pipelines.stages import build_stack_plan
 from shardkit.plans.dim_rules import DimRules
 from shardkit.plans.plan import Plan

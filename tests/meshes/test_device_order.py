@@ -17,8 +17,8 @@ from shardkit.meshes.device_order import (
     _choose_factors,
     _factorize,
     _list_groups,
+    _list_steps,
     _reflect_digits,
-    _step_vectors,
     assume_equal_gathers,
     order_devices,
 )
@@ -93,7 +93,7 @@ def test_a_gather_loads_links_as_its_pieces_do_that_travel(topology):
     total, tried = math.prod(network.shape), 0
     for size in {n for n in (2, 3, 4, 8, 16) if total % n == 0}:
         for those in list(_choose_factors(slots, size))[:12]:
-            groups = _list_groups(network, _reflect_digits(those) @ _step_vectors(network, those), those)
+            groups = _list_groups(network, _reflect_digits(those) @ _list_steps(network, those), those)
             assert len(groups) * size == total == len({tuple(place) for group in groups for place in group.tolist()})
             expected = travelling(network, groups)
             for kind in ("all_gather", "reduce_scatter", "all_reduce"):
