@@ -208,12 +208,14 @@ def compile_candidates(
 
 
 def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
-    """A table of what was predicted of each candidate, beside what the compiler reports."""
+    """A table of what was predicted of each candidate, beside what the compiler reports: those that fit, by its time."""
     rows = [
         ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
         ("layout", *3 * ("predicted", "compiled"), ""),
     ]
-    for candidate, report in zip(candidates, reports, strict=True):
+    pairs = list(zip(candidates, reports, strict=True))
+    pairs.sort(key=_rank_compiled)
+    for candidate, report in pairs:
         rows.append(
             (
                 str(candidate.layout),
@@ -227,6 +229,11 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
             )
         )
     return table(rows)
+
+
+def _rank_compiled(pair: tuple[Candidate, Report]) -> tuple[bool, float]:
+    _, report = pair
+    return (not report.fits, report.seconds)
 
 
 def choose_compiled(candidates: Sequence[Candidate], reports: Sequence[Report]) -> Candidate | None:

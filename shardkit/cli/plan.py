@@ -22,6 +22,7 @@ EXAMPLES = {
     "shardkit plan --model 8b --chip v5e --chips 64 --batch 256 --emit plan.py": "write the first layout as a module",
 }
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+_COMPILED = 3  # layouts, unless --compile says how many
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class Options(WithJson):
     """Share of the chip's peak that matmuls reach."""
     links: Optional[Path] = None
     """Records of shardkit bench comm on your machine, over axes with the names of --axes."""
-    compile: int = 0
-    """Number of layouts to compile with the chip's real compiler, which takes minutes for each; at most --rows."""
+    compile: Optional[int] = None
+    """Number of layouts to compile with the chip's real compiler, the first ones; at most --rows. By default 3 if the
+    compiler is installed. Each takes a minute or several."""
     options: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A compiler option, name=value, for --compile and --emit; you may repeat it. sk.aot.tune finds good options."""
     emit: Optional[Path] = None
@@ -61,27 +63,32 @@ class Options(WithJson):
 def plan(options: Options) -> int:
     """Find the layouts of a model that fit a machine, the fastest first, and say why.
 
-    Times are predictions from published figures, or from your figures in --links; nothing is measured. The exit code is
-    1 if nothing fits; with --compile, if nothing fits that was compiled.
+    Times are predictions from published figures, or from your figures in --links; nothing is measured. If the chip's
+    compiler is installed, it compiles the first layouts, and the fastest of them is by its word. The exit code is 1 if
+    nothing fits; if layouts were compiled, if none of them fits.
     """
     from shardkit import cost, planner
     from shardkit._arguments import checks
-    from shardkit.analysis.hlo.topology import topology_of
+    from shardkit.analysis.hlo.topology import is_compiler_installed, topology_of
     from shardkit.cli import layouts
     from shardkit.planner.source import source_of
 
     checks.integers_from_one("plan", rows=options.rows)
-    checks.integers_from_zero("plan", compile=options.compile)
-    if options.compile > options.rows:
-        raise ValueError(
-            f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "
-            f"{options.rows}. Pass --rows {options.compile}, or compile fewer."
-        )
+    if options.compile is not None:
+        checks.integers_from_zero("plan", compile=options.compile)
+        if options.compile > options.rows:
+            raise ValueError(
+                f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "
+                f"{options.rows}. Pass --rows {options.compile}, or compile fewer."
+            )
     if str(options.emit) == str(options.json) == "-":
         raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
     topology = topology_of(cost.chip(options.chip).name, options.chips)
+    count = options.compile
+    if count is None:
+        count = min(_COMPILED, options.rows) if is_compiler_installed(topology) else 0
     compiler_options = _read_compiler_options(options.options)
-    if compiler_options and not options.compile and options.emit is None:
+    if compiler_options and not count and options.emit is None:
         raise ValueError(
             "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
         )
@@ -103,13 +110,16 @@ def plan(options: Options) -> int:
     candidates = search.candidates[: options.rows]
     print(planner.table(candidates), search.reason, sep="\n\n")
 
-    # Without --compile the prediction decides; below, the compiler has the last word.
+    # Without a compiler the prediction decides; below, the compiler has the last word.
     chosen: Candidate | None = candidates[0]
-    to_compile = candidates[: options.compile]
+    to_compile = candidates[:count]
     reports = []
     if to_compile:
+        if options.compile is None:
+            print(f"\nThe first {len(to_compile)} go through the chip's own compiler now; --compile 0 leaves it out.", flush=True)
         reports = layouts.compile_candidates(to_compile, str(topology), search.make_step, compiler_options)
-        print()
+        seconds = sum(report.compile_seconds for report in reports)
+        print(f"\ncompiled {len(reports)} layouts in {seconds:.0f} s, the fastest first:")
         print(layouts.compare(to_compile, reports))
         chosen = layouts.choose_compiled(to_compile, reports)
     if options.emit is not None and chosen is not None:

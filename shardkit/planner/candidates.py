@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
         compute_seconds: time of compute.
         hidden_seconds: time on the wire while the device computes.
         exposed_seconds: time on the wire while it waits.
-        mfu: model FLOPs utilization, a fraction.
+        mfu: model FLOPs utilization, a fraction; attention is counted without a mask, with `kernel` half of it.
         by_axis: (axis of the layout, seconds on its wire, hidden or not).
         bubble: what the pipeline wastes over its work, a fraction; it is part of the compute and exposed seconds.
     """

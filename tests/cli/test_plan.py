@@ -45,7 +45,7 @@ def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     files = {"json": folder / "plan.json", "emit": folder / "train_plan.py"}
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert plan(Options(**LARGE, **files, rows=4)) == 0
+        assert plan(Options(**LARGE, **files, rows=4, compile=0)) == 0
     return files | {"out": out.getvalue()}
 
 
@@ -95,7 +95,7 @@ def test_the_module_names_the_options_of_the_compiler(tmp_path):
     given = ("xla_tpu_overlap_compute_collective_tc=true", "xla_latency_hiding_scheduler_rerun=2", "xla_words=A,b=c")
     given += ("xla_share=0.5", "xla_least=-3")
     job = {"model": "8b", "chip": "v5e", "chips": 64, "batch": "256", "axes": ("fsdp",)}
-    assert plan(Options(**job, options=given, emit=tmp_path / "plan.py")) == 0
+    assert plan(Options(**job, options=given, compile=0, emit=tmp_path / "plan.py")) == 0
     module = {}
     exec((tmp_path / "plan.py").read_text(), module)
     wanted = [("xla_tpu_overlap_compute_collective_tc", True), ("xla_latency_hiding_scheduler_rerun", 2)]
@@ -120,6 +120,32 @@ def test_the_compilers_word_stands_beside(of, tmp_path, capsys):
     assert f"compiling 1 of 1 for v5e:2x4: {layout}" in (out := capsys.readouterr().out) and "predicted" in out
     first = json.loads((tmp_path / "plan.json").read_text())["rows"][0]
     assert first["compiled"]["fits"] and first["compiled"]["needed"] > 0 and first["axes"] in ({"fsdp": 8}, {"data": 8})
+
+
+# Catches a search that waits for no compiler though it is there, and one that asks for one that is not.
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_first_three_are_compiled_where_the_compiler_is_installed(installed, monkeypatch, capsys):
+    asked = []
+
+    def compiled(candidates, topology, make_step, options):
+        asked.extend(candidates)
+        known = {"mesh": {}, "message": "", "memory": None, "limit": 2, "census": Census(()), "lowering_seconds": 0}
+        reports = []
+        for seconds in (3.0, 1.0, 2.0):
+            work = Work(seconds=seconds)
+            reports.append(Report(topology=topology, fits=True, compute=work, compile_seconds=40.0, **known))
+        return reports
+
+    monkeypatch.setattr("shardkit.cli.layouts.compile_candidates", compiled)
+    monkeypatch.setattr("shardkit.analysis.hlo.topology.is_compiler_installed", lambda where: installed)
+    job = {"model": "8b", "chip": "v5p", "chips": 16, "batch": "64", "axes": ("data", "fsdp", "tensor", "context")}
+    assert plan(Options(**job)) == 0
+    out = capsys.readouterr().out
+    assert len(asked) == 3 * installed and ("fastest as compiled: " in out) == installed
+    assert ("3 layouts in 120 s" in out) == installed
+    if installed:
+        times = [out.index(f" {seconds:.3f} ", out.index("predicted")) for seconds in (1.0, 2.0, 3.0)]
+        assert times == sorted(times)
 
 
 # Catches a module of the first row though the compiler says that another is faster, or that the first does not fit.
@@ -186,7 +212,8 @@ def test_nothing_fits(capsys):
             "compile": 1,
         },
         "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py.": {
-            "options": ("a=1",)
+            "options": ("a=1",),
+            "compile": 0,
         },
         "plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.": {
             "emit": "-",

@@ -198,16 +198,25 @@ def tracing_for(where: Topology) -> AbstractContextManager[None]:
 
 def compiler_package(where: Topology) -> str:
     """The package of the chip's compiler; a RuntimeError if it is not installed."""
-    package = "jax-cuda13-plugin"
-    extra = "aot-gpu"
-    if where.platform == "tpu":
-        package = "libtpu"
-        extra = "aot"
-    if find_spec(package.replace("-", "_")) is None:
+    package, extra = _name_package(where)
+    if not is_compiler_installed(where):
         raise RuntimeError(
             f"aot.compile: the compiler for {where.chip} is not installed. Install it with: {install(extra)}"
         )
     return package
+
+
+def is_compiler_installed(where: Topology) -> bool:
+    """Whether the package of the chip's compiler is installed."""
+    package, _ = _name_package(where)
+    return find_spec(package.replace("-", "_")) is not None
+
+
+def _name_package(where: Topology) -> tuple[str, str]:
+    """The package of the chip's compiler, and the extra of shardkit that installs it."""
+    if where.platform == "tpu":
+        return "libtpu", "aot"
+    return "jax-cuda13-plugin", "aot-gpu"
 
 
 def description_of(where: Topology) -> dict[str, Any]:
