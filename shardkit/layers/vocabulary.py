@@ -204,8 +204,9 @@ def _cross_entropy(
     options = options._replace(vocabulary=_count_classes(where, options.vocabulary, head, names))
     is_counted = targets >= 0
     x = jnp.where(is_counted[..., None], x, jnp.zeros_like(x))  # a NaN of an ignored token must not reach a gradient
-    x, head, targets = vary_alike(x, head, targets, over=names)
-    nats, hits = _nats(x, head, targets, names, options)
+    # Under other names: the targets themselves stay the same on all devices, and so do the results below.
+    varying = vary_alike(x, head, targets, over=names)
+    nats, hits = _nats(*varying, names, options)
     nats = jnp.where(targets < options.vocabulary, nats, jnp.nan)
     return jnp.where(is_counted, nats, 0), hits & is_counted
 
