@@ -109,16 +109,21 @@ def shapes(where: str, **arrays: tuple[Any, str]) -> None:
             continue
         letters = dims.replace(".", "")
         shape = tuple(getattr(x, "shape", ()))
-        first = max(len(shape) - len(letters), 0) if dims.startswith("..") else 0
+        # The dims with letters: of "D.." the first ones, of "..D" the last ones.
+        first = 0
+        if dims.startswith(".."):
+            first = max(len(shape) - len(letters), 0)
         lettered = shape[first : first + len(letters)]
-        fits = len(shape) >= len(letters) if ".." in dims else len(shape) == len(letters)
+        fits = len(shape) == len(letters)
+        if ".." in dims:
+            fits = len(shape) >= len(letters)
         for letter, size in zip(letters, lettered, strict=False):
             if sizes.get(letter, size) != size:
                 fits = False
         if not fits:
             rule = ", ".join(re.findall(r"\.\.|\w", dims))
-            known_sizes = format_sizes((letter, sizes[letter]) for letter in letters if letter in sizes)
-            suffix = "" if known_sizes == "none" else f", {known_sizes}"
+            known_sizes = [(letter, sizes[letter]) for letter in letters if letter in sizes]
+            suffix = f", {format_sizes(known_sizes)}" if known_sizes else ""
             raise ValueError(
                 f"{where}: {name} must have the shape [{rule}]{suffix}; got {shape}. Pass an array of that shape."
             )
@@ -128,7 +133,9 @@ def shapes(where: str, **arrays: tuple[Any, str]) -> None:
 def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:
     """`dim` as a non-negative index into `ndim` dimensions."""
     if not -ndim <= dim < ndim:
-        remedy = f"0 to {ndim - 1}" if ndim else "an array of rank 1 or more"
+        remedy = "an array of rank 1 or more"
+        if ndim:
+            remedy = f"0 to {ndim - 1}"
         raise ValueError(
             f"{where}: {name} must name a dimension of the array; got {dim} for an array of rank {ndim}. "
             f"Choose {remedy}."
@@ -212,9 +219,11 @@ def _as_number(value: object) -> float:
         return math.nan
     if isinstance(value, Integral):
         number = int(value)
-        if abs(number) <= sys.float_info.max:
-            return number
-        return math.inf if number > 0 else -math.inf
+        if number > sys.float_info.max:
+            return math.inf
+        if number < -sys.float_info.max:
+            return -math.inf
+        return number
     if isinstance(value, Rational):
         return value  # type: ignore[return-value]  # a Fraction stays exact
     if isinstance(value, Real):
@@ -240,7 +249,10 @@ def spelled(
 
 def compiler_options(where: str, given: Any) -> dict[str, bool | int | float | str]:
     """The options of a compiler as a dict; refuses all but a mapping of names to plain, finite values."""
-    if not isinstance(given, Mapping) or not all(_is_compiler_option(name, value) for name, value in given.items()):
+    are_options = isinstance(given, Mapping)
+    if are_options:
+        are_options = all(_is_compiler_option(name, value) for name, value in given.items())
+    if not are_options:
         raise TypeError(
             f"{where}: options must map names of compiler options to numbers, strings or booleans; got {given!r}. "
             "Pass for example {'xla_tpu_enable_async_collective_fusion': False}."
@@ -295,7 +307,9 @@ def mesh_in_context(where: str, given: Mesh | AbstractMesh | None, devices: bool
 
 def apart(mesh: Any) -> AbstractContextManager[Any]:
     """Inside it `mesh` is the mesh of `jax.set_mesh`, where there is one; nothing where there is none."""
-    return nullcontext() if _mesh_of_context().empty else jax.set_mesh(mesh)
+    if _mesh_of_context().empty:
+        return nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def replicated_in_context(x: Any, mesh: Any) -> Any:

@@ -164,9 +164,16 @@ def _is_of_kind(value: Any, kind: Any) -> bool:
 
 def _make_error(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> Exception:
     """The error for a value of another kind: `all_reduce: dim must be a whole number; got 1.5. Pass ... dim=1.`"""
-    scalars = [kind for kind in allowed if kind in SCALARS]
-    kinds = [kind for kind in allowed if isinstance(kind, Kind)]
-    choices = [kind for kind in allowed if kind is not None and kind not in scalars and kind not in kinds]
+    scalars: list[Any] = []
+    kinds: list[Kind] = []
+    choices: list[Any] = []
+    for kind in allowed:
+        if isinstance(kind, Kind):
+            kinds.append(kind)
+        elif kind in SCALARS:
+            scalars.append(kind)
+        elif kind is not None:
+            choices.append(kind)
     words = [_SCALAR_KINDS[kind].words for kind in scalars]
     words += [repr(choice) for choice in choices]
     words += [kind.words for kind in kinds]
@@ -174,12 +181,12 @@ def _make_error(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> 
         words.append("None")
     rule = join_alternatives(list(dict.fromkeys(words)))
     remedy = _choose_remedy(name, value, scalars, kinds, choices)
-    error: type[Exception] = TypeError
+    text = f"{where}: {name} must be {rule}; got {_show_value(value, kinds)}. {remedy}."
     is_other_choice = bool(choices) and isinstance(value, str)
     is_nan = isinstance(value, float) and math.isnan(value)
     if is_other_choice or is_nan:  # the right type, and a wrong value of it
-        error = ValueError
-    return error(f"{where}: {name} must be {rule}; got {_show_value(value, kinds)}. {remedy}.")
+        return ValueError(text)
+    return TypeError(text)
 
 
 def _choose_remedy(name: str, value: Any, scalars: Sequence[Any], kinds: Sequence[Kind], choices: Sequence[Any]) -> str:
@@ -189,7 +196,9 @@ def _choose_remedy(name: str, value: Any, scalars: Sequence[Any], kinds: Sequenc
         return f"Pass for example {name}={choices[0]!r}"
     if kinds:
         return kinds[0].remedy
-    example = _SCALAR_KINDS[scalars[0]].remedy if scalars else "..."
+    example = "..."
+    if scalars:
+        example = _SCALAR_KINDS[scalars[0]].remedy
     return f"Pass for example {name}={example}"
 
 
@@ -208,7 +217,9 @@ def short(value: Any) -> str:
     if isinstance(value, jax.Array):
         return value.aval.str_short()
     text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"
+    if len(text) > 80:
+        return f"a {type(value).__name__}"
+    return text
 
 
 # The tests of values.
@@ -268,7 +279,9 @@ def _find_wrong_leaf(tree: Any) -> tuple[str, Any] | None:
 
 def _show_wrong_leaf(tree: Any) -> str:
     path, leaf = _find_wrong_leaf(tree) or ("", tree)
-    return f"{short(leaf)} for leaf {path}" if path else short(leaf)
+    if path:
+        return f"{short(leaf)} for leaf {path}"
+    return short(leaf)
 
 
 def _is_dtype(x: Any) -> bool:
@@ -281,10 +294,20 @@ def _is_dtype(x: Any) -> bool:
     return dtype.kind not in _NOT_NUMERIC and dtype.type is not np.void
 
 
-def _is_sequence_of(x: Any, test: Callable[[Any], bool]) -> bool:
-    if isinstance(x, str | bytes) or not isinstance(x, Sequence | np.ndarray):
-        return False
-    return all(map(test, x))
+def _is_sequence(x: Any) -> bool:
+    return isinstance(x, Sequence | np.ndarray) and not isinstance(x, str | bytes)
+
+
+def _are_wholes(x: Any) -> bool:
+    return _is_sequence(x) and all(_is_small(item) for item in x)
+
+
+def _are_names(x: Any) -> bool:
+    return _is_sequence(x) and all(_is_text(item) for item in x)
+
+
+def _are_devices(x: Any) -> bool:
+    return _is_sequence(x) and all(hasattr(item, "id") for item in x)
 
 
 def _is_text(x: Any) -> bool:
@@ -305,8 +328,10 @@ def _is_spec(x: Any) -> bool:
     if not isinstance(x, PartitionSpec) or x.unreduced or x.reduced:
         return False
     for entry in x.partitions:
+        if entry is None:
+            continue
         names = entry if isinstance(entry, tuple) else (entry,)
-        if entry is not None and not all(isinstance(name, str) for name in names):
+        if not all(isinstance(name, str) for name in names):
             return False
     return True
 
@@ -362,16 +387,16 @@ NO_AXES = Kind("()", lambda x: isinstance(x, tuple) and not x, "Pass ()")
 FUNCTION = Kind("a function", callable, "Pass the function itself")
 WHOLES = Kind(
     "a sequence of whole numbers below 2**63",
-    lambda x: _is_sequence_of(x, _is_small),
+    _are_wholes,
     "Pass for example (8, 4)",
 )
-NAMES = Kind("a tuple of names", lambda x: _is_sequence_of(x, _is_text), "Pass for example ('w',)")
+NAMES = Kind("a tuple of names", _are_names, "Pass for example ('w',)")
 DEVICES = Kind(
     "a sequence of jax devices",
-    lambda x: _is_sequence_of(x, lambda device: hasattr(device, "id")),
+    _are_devices,
     "Write make_mesh(data=8), or pass for example devices=jax.devices()[:8]",
 )
-SEQUENCE = Kind("a sequence", lambda x: _is_sequence_of(x, lambda _: True), "Pass a list or a tuple")
+SEQUENCE = Kind("a sequence", _is_sequence, "Pass a list or a tuple")
 COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes), "Pass a list")
 ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes), "Pass a list")
 MAPPING = Kind("a mapping", lambda x: isinstance(x, Mapping), "Pass a dict")
@@ -419,14 +444,18 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     if origin in (Union, types.UnionType):
         return _kinds_of_union(args)
     kind = _kind_of_generic(origin, args) or _kind_of_class(hint, origin)
-    return () if kind is None else (kind,)
+    if kind is None:
+        return ()
+    return (kind,)
 
 
 def _kinds_of_union(members: tuple[Any, ...]) -> tuple[Any, ...]:
     if Mesh in members:
-        return (_MESH_OR_NONE if type(None) in members else _MESH,)
+        may_be_none = type(None) in members
+        return (_MESH_OR_NONE,) if may_be_none else (_MESH,)
     if str in members and tuple[str, ...] in members:
-        return _kinds_of_axis([member for member in members if member not in (str, tuple[str, ...])])
+        alternatives = [member for member in members if member not in (str, tuple[str, ...])]
+        return _kinds_of_axis(alternatives)
     kinds: list[Any] = []
     for member in members:
         member_kinds = kinds_of(member)
@@ -453,7 +482,8 @@ def _kind_of_generic(origin: Any, args: tuple[Any, ...]) -> Kind | None:
     """The kind of `Sequence[int]`, `Mapping[str, int]` and the like."""
     if origin is Mapping:
         return SIZES if args == (str, int) else MAPPING
-    if origin is Sequence or (origin is tuple and args[1:] == (...,)):
+    is_open_tuple = origin is tuple and args[1:] == (...,)
+    if origin is Sequence or is_open_tuple:
         return {int: WHOLES, str: NAMES}.get(args[0], SEQUENCE)
     return {Collection: COLLECTION, Iterable: ITERABLE}.get(origin)
 
@@ -462,7 +492,9 @@ def _kind_of_class(hint: Any, origin: Any) -> Kind | None:
     """The kind of a class, of a protocol or of a function."""
     if origin is Callable or getattr(hint, "_is_protocol", False):
         name = getattr(hint, "__name__", "")
-        return FUNCTION._replace(words=f"a {name}", remedy=_REMEDIES[name]) if name in _REMEDIES else FUNCTION
+        if name in _REMEDIES:
+            return FUNCTION._replace(words=f"a {name}", remedy=_REMEDIES[name])
+        return FUNCTION
     if origin is os.PathLike:
         return PATH
     if not isinstance(hint, type):
@@ -470,7 +502,8 @@ def _kind_of_class(hint: Any, origin: Any) -> Kind | None:
     if issubclass(hint, os.PathLike):
         return PATH
     if hint.__module__.startswith("shardkit."):
-        article = "an" if hint.__name__[0] in "AEIO" else "a"
-        remedy = _REMEDIES.get(hint.__name__, f"Pass a {hint.__module__}.{hint.__name__}")
-        return Kind(f"{article} {hint.__name__}", lambda x: isinstance(x, hint), remedy)
+        name = hint.__name__
+        article = "an" if name[0] in "AEIO" else "a"
+        remedy = _REMEDIES.get(name, f"Pass a {hint.__module__}.{name}")
+        return Kind(f"{article} {name}", lambda x: isinstance(x, hint), remedy)
     return {jax.Array: ARRAY, Fraction: FRACTION, Mesh: _MESH, PartitionSpec: SPEC}.get(hint)

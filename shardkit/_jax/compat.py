@@ -80,7 +80,9 @@ def layouts_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which `x` may differ between devices, as check_vma tracks them."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct | jax.core.AbstractValue) else jax.typeof(x)
+    aval = x
+    if not isinstance(x, jax.ShapeDtypeStruct | jax.core.AbstractValue):
+        aval = jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
         return frozenset(manual.varying)
@@ -97,8 +99,12 @@ def on_this_mesh(shapes: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or mesh.are_all_axes_manual:
         return shapes
-    layout = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x.update(sharding=layout) if x.sharding is None else x, shapes)
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def name_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x.update(sharding=replicated) if x.sharding is None else x
+
+    return jax.tree.map(name_mesh, shapes)
 
 
 def tracked_axes() -> frozenset[str]:
@@ -181,7 +187,9 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
 
 def arguments_used(jaxpr: Any) -> list[bool]:
     """For each argument of a jaxpr, whether any result depends on it."""
-    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+    all_results = [True] * len(jaxpr.outvars)
+    _, used = partial_eval.dce_jaxpr(jaxpr, all_results)
+    return list(used)
 
 
 # The primitive of `as_on_one_device`.
@@ -228,7 +236,9 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of one equation."""
     with trace_as_equation(equation):
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return list(results) if equation.primitive.multiple_results else [results]
+    if equation.primitive.multiple_results:
+        return list(results)
+    return [results]
 
 
 def acts(equation: Any) -> bool:
@@ -273,7 +283,8 @@ def expand_equation(equation: Any) -> Any:
     primitive = equation.params["_prim"]
 
     def program(*operands: Any) -> list[Any]:
-        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
+        args = jax.tree.unflatten(primitive.in_tree, operands)
+        return jax.tree.leaves(primitive.expand(*args))
 
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
     return jax.make_jaxpr(program)(*shapes)
@@ -347,7 +358,9 @@ def scopes(equation: Any) -> frozenset[str]:
 def innermost_scope(equation: Any) -> str:
     """The innermost `jax.named_scope` of an equation, or transformation that it went through; "" if there is none."""
     stack = equation.source_info.name_stack.stack
-    return str(stack[-1].name) if stack else ""
+    if not stack:
+        return ""
+    return str(stack[-1].name)
 
 
 def transforms(equation: Any) -> list[str]:
@@ -366,7 +379,8 @@ def is_made_by_pmap(equation: Any) -> bool:
 
 def manual_axes(equation: Any) -> tuple[str, ...]:
     """The mesh axes that a shard_map equation binds."""
-    return tuple(a for a in equation.params["mesh"].axis_names if a in equation.params["newly_manual_axes"])
+    newly_manual = equation.params["newly_manual_axes"]
+    return tuple(axis for axis in equation.params["mesh"].axis_names if axis in newly_manual)
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:

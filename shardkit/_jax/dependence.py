@@ -66,6 +66,7 @@ def find_independent(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]
     argument_count = len(jaxpr.invars)
     first_result = len(jaxpr.outvars) - last
     other_arguments = [number >= given for number in range(argument_count)]
+    given_arguments = [not marked for marked in other_arguments]
     dependence = Dependence()
     depends = dependence.run(jaxpr, other_arguments)[first_result:]
     # An equation with an effect is never dead code: those that other arguments reach are taken out first.
@@ -74,10 +75,9 @@ def find_independent(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]
     for equation in jaxpr.eqns:
         if not all(_marks(equation.outvars, reached)) or not any(_marks(equation.invars, reached)):
             equations.append(equation)
+    independent_results = [False] * first_result + [not marked for marked in depends]
     independent, _ = partial_eval.dce_jaxpr(
-        jaxpr.replace(eqns=equations),
-        [False] * first_result + [not marked for marked in depends],
-        instantiate=[not marked for marked in other_arguments],
+        jaxpr.replace(eqns=equations), independent_results, instantiate=given_arguments
     )
     return independent, depends
 

@@ -185,7 +185,9 @@ def find_called_program(equation: Any) -> Any:
         return None
     (program,) = programs
     jaxpr = getattr(program, "jaxpr", program)
-    return program if len(jaxpr.invars) == len(equation.invars) else None
+    if len(jaxpr.invars) != len(equation.invars):
+        return None
+    return program
 
 
 def scan_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
@@ -205,7 +207,9 @@ def solve_operands(equation: Any, operands: list[T]) -> list[T]:
     """What the `solve` function of a linear solve is passed: what it reads, and the right sides."""
     lengths = equation.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
-    return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
+    consts = operands[first : first + lengths.solve]
+    right_sides = operands[sum(lengths) :]
+    return consts + right_sides
 
 
 class _Inliner(JaxprInterpreter[Any]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,9 @@ def share_scope(share: RunShare) -> str:
 def find_share(name: str) -> RunShare | None:
     """The share that a scope says, or the name of an operation in it, as ".../shardkit_runs_2_of_5/cond"."""
     match = _SHARE_NAME.search(name)
-    return RunShare(int(match[1]), int(match[2])) if match else None
+    if match is None:
+        return None
+    return RunShare(runs=int(match[1]), ticks=int(match[2]))
 
 
 class Site(NamedTuple):
@@ -86,21 +88,31 @@ class Site(NamedTuple):
     @property
     def backward(self) -> bool:
         """Whether differentiation made the equation, or one around it, for the backward pass."""
-        return compat.in_backward(self.equation) or (self.outer is not None and self.outer.backward)
+        return self._has(compat.in_backward)
 
     @property
     def recomputed(self) -> bool:
         """Whether jax.checkpoint repeats the equation, or one around it, for the backward pass."""
-        return compat.is_recomputed(self.equation) or (self.outer is not None and self.outer.recomputed)
+        return self._has(compat.is_recomputed)
 
     def within(self, scope: str) -> bool:
         """Whether the equation, or one around it, was traced under this `jax.named_scope`."""
-        return compat.in_scope(self.equation, scope) or (self.outer is not None and self.outer.within(scope))
+        return self._has(lambda equation: compat.in_scope(equation, scope))
+
+    def _has(self, test: Callable[[Any], bool]) -> bool:
+        """Whether the equation, or one around it, passes a test."""
+        site: Site | None = self
+        while site is not None:
+            if test(site.equation):
+                return True
+            site = site.outer
+        return False
 
     @property
     def source(self) -> str:
         """The `source_line` of the equation, or of the innermost one around it that has one."""
-        return source_line(self.equation, self.outer.source if self.outer else "")
+        around = self.outer.source if self.outer else ""
+        return source_line(self.equation, around)
 
 
 def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None = None) -> Iterator[Site]:
@@ -116,8 +128,8 @@ def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None
         for number, (parameter, inner_jaxpr) in enumerate(inner):
             inner_times = times
             inner_branch = branch
-            if site.name == "scan":
-                inner_times = None if times is None else times * equation.params["length"]
+            if site.name == "scan" and times is not None:
+                inner_times = times * equation.params["length"]
             elif site.name == "while":
                 inner_times = None
             elif site.name == "cond" and parameter == "branches":
@@ -151,9 +163,12 @@ def communicates(jaxpr: Any) -> str:
         name = kind_of(site.equation)
         if name is None and registered(site.name).on_mesh:
             name = site.name
-        if name is not None:
-            axes = mesh_axes(site.equation)
-            return f"{name} over {quote(axes)}" if axes else name
+        if name is None:
+            continue
+        axes = mesh_axes(site.equation)
+        if not axes:
+            return name
+        return f"{name} over {quote(axes)}"
     return ""
 
 
@@ -255,10 +270,13 @@ def file_name(file: str) -> str:
     """The name of a file without its folder; of a notebook's cell "cell 3", by the number before its last run."""
     # IPython's files of cells are numbers that nobody knows; a cell that runs again has another number.
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = None if get_shell is None else get_shell()
-    cell = shell.compile.format_code_name(file) if shell else None  # ("Cell", "In[3]")
-    if cell:
-        return cell[1].replace("In[", "cell ").rstrip("]")
+    shell = None
+    if get_shell is not None:
+        shell = get_shell()
+    if shell:
+        cell = shell.compile.format_code_name(file)  # ("Cell", "In[3]"), or None
+        if cell:
+            return cell[1].replace("In[", "cell ").rstrip("]")
     return _last_part(file)
 
 

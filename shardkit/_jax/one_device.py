@@ -67,14 +67,16 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any, may_send: bool = False)
         )
     leaves = jax.tree.leaves(args)
     varying: set[str] = set()
-    for leaf in leaves:
-        varying |= compat.varying_axes(leaf)
+    for x in leaves:
+        varying |= compat.varying_axes(x)
     axes = tuple(sorted(varying))
 
     # Traced for its types alone: those of the program's results, varying over these axes.
     def make_results() -> list[jax.Array]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in program.out_avals]
-        return [compat.cast_varying(x, axes) for x in zeros] if axes else zeros
+        if not axes:
+            return zeros
+        return [compat.cast_varying(x, axes) for x in zeros]
 
     result_types = tuple(jax.make_jaxpr(make_results)().out_avals)
     results = _program.bind(*leaves, program=program, results=result_types)
@@ -109,17 +111,19 @@ def noting(*remedies: Remedy) -> Iterator[None]:
     except Exception as error:
         for note, otherwise in remedies:
             if _can_call(otherwise):
-                line = "the line above"
-                text = ""
-                for frame in reversed(extract_tb(error.__traceback__)):
-                    own = own_line([(frame.filename, frame.lineno or 0, frame.name)])
-                    if own:
-                        line = own
-                        text = frame.line or ""
-                        break
+                line, text = _find_users_line(error)
                 error.add_note(note.format(line=line, text=text))
                 break
         raise
+
+
+def _find_users_line(error: BaseException) -> tuple[str, str]:
+    """The innermost line of the user's own code that led to an error, and its text."""
+    for frame in reversed(extract_tb(error.__traceback__)):
+        line = own_line([(frame.filename, frame.lineno or 0, frame.name)])
+        if line:
+            return line, frame.line or ""
+    return "the line above", ""
 
 
 def _can_call(call: Callable[[], Any]) -> bool:

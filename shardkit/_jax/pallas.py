@@ -112,5 +112,7 @@ class _TypedProgram(JaxprInterpreter[Any]):
 
     def _vary(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        missing = tuple(sorted(self.axes - compat.varying_axes(x)))
-        return compat.cast_varying(x, missing) if missing else x
+        missing = self.axes - compat.varying_axes(x)
+        if not missing:
+            return x
+        return compat.cast_varying(x, tuple(sorted(missing)))

@@ -59,14 +59,18 @@ def _gather_tiled(x: Any, axes: tuple[str, ...], dim: int) -> Any:
 
 def _gather(x: Any, axes: tuple[str, ...], params: Any) -> Any:
     dim = params["all_gather_dimension"]
-    return _gather_tiled(x if params["tiled"] else jnp.expand_dims(x, dim), axes, dim)
+    if not params["tiled"]:
+        x = jnp.expand_dims(x, dim)
+    return _gather_tiled(x, axes, dim)
 
 
 def _scatter(x: Any, axes: tuple[str, ...], params: Any) -> Any:
     dim = params["scatter_dimension"]
     for name in axes:
         x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
-    return x if params["tiled"] else jnp.squeeze(x, dim)
+    if not params["tiled"]:
+        x = jnp.squeeze(x, dim)
+    return x
 
 
 def _exchange(x: Any, axes: tuple[str, ...], params: Any) -> Any:

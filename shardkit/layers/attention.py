@@ -75,7 +75,8 @@ def dot_attention(
     finite("dot_attention", scale=scale)
     check_shapes("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
     labels = make_labels("dot_attention", q_bTHK, segments_bt, positions_bt, window, causal)
-    q, k, v, labels = vary_alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, labels))
+    q, k, v, labels = split_heads(q_bTHK, k_bTGK, v_bTGK, labels)
+    q, k, v, labels = vary_alike(q, k, v, labels)
     causal_by_order = causal and positions_bt is None  # else the labels say which token is earlier
     form = Scoring(causal_by_order, window, choose_scale(q, scale))
     if kernel:
@@ -151,7 +152,9 @@ def check_shapes(
 
 def choose_scale(q: jax.Array, scale: float | None) -> float:
     """The factor of the scores, by default 1/sqrt(K)."""
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if scale is None:
+        return 1 / math.sqrt(q.shape[-1])
+    return scale
 
 
 def split_heads(

@@ -141,9 +141,15 @@ def tile_gradients(
         k: jax.Array,
         v: jax.Array,
     ) -> Any:
-        options: dict[str, Any] = {"sm_scale": form.scale, "causal": form.causal}
-        options |= {"block_q_major": block, "block_k_major": block, "block_k": block}
-        options |= {"mask_value": kernels.DEFAULT_MASK_VALUE, "debug": False}
+        options: dict[str, Any] = {
+            "sm_scale": form.scale,
+            "causal": form.causal,
+            "block_q_major": block,
+            "block_k_major": block,
+            "block_k": block,
+            "mask_value": kernels.DEFAULT_MASK_VALUE,
+            "debug": False,
+        }
         arrays = (q, k, v, None, segments, total, largest, dy, y_dy)
         dk, dv = kernels._flash_attention_bwd_dkv(*arrays, block_q=block, **options)
         dq, _ = kernels._flash_attention_bwd_dq(*arrays, **options)
@@ -176,7 +182,7 @@ def _call_for_heads(
     """
     # Over R the kernel's grid has a dim more, and keys are not copied in memory. The kernel itself has as many heads of
     # keys as of queries, for which they would be copied R times.
-    in_axes = (*[2] * len(of_queries), *[None] * len(of_keys))
+    in_axes = (2,) * len(of_queries) + (None,) * len(of_keys)
     if documents is None:
         for_all_heads = jax.vmap(partial(run_head, None), in_axes, 2)
         return call_kernel(for_all_heads, costs, *of_queries, *of_keys)
@@ -225,6 +231,7 @@ def count_costs(heads: int, tokens: int, size: int, itemsize: int, *, causal: bo
     lanes = 4 * LANES  # of the largest score, of the sum, and of y dy, each of which fills a register
     scores = heads * visited * block * block
 
+    # A kernel reads or writes `held` bytes of each row once, and `streamed` bytes of each row of each visited block.
     def count(matmuls: int, held: int, streamed: int) -> KernelCost:
         moved = heads * (tokens * held + visited * block * streamed)
         return KernelCost(2 * matmuls * size * scores, scores, moved)

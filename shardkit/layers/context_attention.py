@@ -219,8 +219,9 @@ def _attend_in_ring(
         check_kernel(where, queries_and_keys, chunk, positions=has_positions(labels), block=form.block)
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
-    arrays = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)
-    return join_heads(attend(*split_heads(*arrays), form))
+    q_btHK, k_btGK, v_btGK, labels = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)
+    q, k, v, labels = split_heads(q_btHK, k_btGK, v_btGK, labels)
+    return join_heads(attend(q, k, v, labels, form))
 
 
 def _check_block(where: str, form: Form, tokens: int) -> int:

@@ -18,7 +18,7 @@ from shardkit.collectives import all_gather, axis_index, axis_size, reduce_scatt
 from shardkit.collectives._sums import dot_dtype, typed_zeros
 from shardkit.collectives.ragged import ragged_all_to_all, segments
 from shardkit.layers.matmul import count_devices
-from shardkit.layers.routing import Routing, ranks
+from shardkit.layers.routing import Routing, count_choices, ranks
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
@@ -34,7 +34,7 @@ def exchange_choices(
     n = count_devices(names)
     slot_Nk = jnp.where(routing.kept, ranks(routing.expert.reshape(-1)).reshape(N, top_k), N * top_k)
     rows_SD = spread(x_ND, slot_Nk, N * top_k)
-    counts_E = _count_choices(routing.expert, n * count)
+    counts_E = count_choices(routing.expert.reshape(-1), n * count)
     if n == 1:
         return combine(run(rows_SD, counts_E), slot_Nk, routing.gate).astype(x_ND.dtype)
     # The counts go first, to all devices. A sender writes its rows into the receiver's buffer behind the rows of
@@ -124,14 +124,9 @@ def _run_here(tokens: Routed, run: Run, names: tuple[str, ...], count: int) -> j
     # A token chooses an expert at most once, so it has at most min(top_k, count) choices here.
     rows = N * min(top_k, count)
     slot_Nk = jnp.where(local_Nk < count, ranks(local_Nk.reshape(-1)).reshape(N, top_k), rows)
-    rows_SD = run(spread(tokens.x_ND, slot_Nk, rows), _count_choices(local_Nk, count))
+    counts_e = count_choices(local_Nk.reshape(-1), count)
+    rows_SD = run(spread(tokens.x_ND, slot_Nk, rows), counts_e)
     return combine(rows_SD, slot_Nk, tokens.gate_Nk)
-
-
-def _count_choices(expert_Nk: jax.Array, count: int) -> jax.Array:
-    """How many choices each of `count` experts has, int32 [E]."""
-    is_chosen_AE = expert_Nk.reshape(-1)[:, None] == jnp.arange(count)[None, :]
-    return jnp.sum(is_chosen_AE, axis=0, dtype=jnp.int32)
 
 
 def combine(rows_SD: jax.Array, slot_Nk: jax.Array, gate_Nk: jax.Array) -> jax.Array:

@@ -244,7 +244,8 @@ def _exchange_rows(rows_SD: jax.Array, run_experts: Any, names: tuple[str, ...],
         return y_eCF.reshape(x_SD.shape[0], -1).astype(x_SD.dtype)
 
     outputs_SD = run_experts(rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
-    outputs_ECD = outputs_SD.reshape(*rows_ECD.shape[:2], -1)
+    experts_here, rows_each, _ = rows_ECD.shape
+    outputs_ECD = outputs_SD.reshape(experts_here, rows_each, -1)
     # The outputs go back into the places of their rows, before the gates and the sum over a token's experts: only the
     # token's own device has the outputs of all its experts.
     if is_split:

@@ -234,7 +234,7 @@ def _take_positions(expert_Nk: jax.Array, group: int, experts: int) -> jax.Array
     """
     N, top_k = expert_Nk.shape
     expert_GA = expert_Nk.reshape(-1, group, top_k).swapaxes(1, 2).reshape(-1, top_k * group)
-    counts_GE = _count_choices(expert_GA, experts)
+    counts_GE = count_choices(expert_GA, experts)
     smaller_GE = jnp.cumsum(counts_GE, axis=-1) - counts_GE
     # Tokens of weight 0 have the number E, which no array of E has; their positions are not used.
     smaller_GA = jnp.take_along_axis(smaller_GE, jnp.minimum(expert_GA, experts - 1), axis=1)
@@ -397,11 +397,14 @@ def ranks(keys: jax.Array) -> jax.Array:
     return rank
 
 
-def _count_choices(expert_GA: jax.Array, experts: int) -> jax.Array:
-    """How many choices of each group are of each expert, int32 [G, E]."""
-    # A counts the choices of a group: two for each of its tokens, if a token has two experts.
-    is_chosen_GAE = expert_GA[:, :, None] == jnp.arange(experts)[None, None, :]
-    return jnp.sum(is_chosen_GAE, axis=1, dtype=jnp.int32)
+def count_choices(expert: jax.Array, experts: int) -> jax.Array:
+    """How many choices along the last dim are of each expert, int32 [.., E].
+
+    Of a group the last dim has the choices of all its tokens: two of each token, if a token has two experts.
+    """
+    choices = expert[..., None]
+    numbers = jnp.expand_dims(jnp.arange(experts), range(expert.ndim))
+    return jnp.sum(choices == numbers, axis=-2, dtype=jnp.int32)
 
 
 def _check_numbers(where: str, name: str, x: jax.Array) -> None:

@@ -92,7 +92,10 @@ def make_mask(
         rows = q_labels_btC[:, :, None]
         columns = k_labels_bsC[:, None]
         same_document_bts = rows[..., 0] == columns[..., 0]
-        mask = same_document_bts if mask is None else mask & same_document_bts
+        if mask is None:
+            mask = same_document_bts
+        else:
+            mask = mask & same_document_bts
         if has_positions(q_labels_btC):
             distance_bts = rows[..., 1] - columns[..., 1]
             mask = mask & (distance_bts >= 0)

@@ -36,16 +36,12 @@ def count_tiles(devices: int) -> TileCounts:
     """
     if devices == 1:
         return TileCounts(parts=1, diagonal=1, whole=0)
-    diagonal = 0
-    whole = 0
-    for tile in list_own_tiles(2, True, "zigzag"):
-        if tile.ahead is None:
-            whole += 1
-        else:
-            diagonal += 1
-    of_another_device = list_arrived_tiles(2, 0)
-    whole += (devices - 1) * len(of_another_device)
-    return TileCounts(2, diagonal, whole)
+    tokens = 2  # the fewest: the number of tiles is the same for all
+    own_tiles = list_own_tiles(tokens, True, "zigzag")
+    arrived_tiles = list_arrived_tiles(tokens, 0)
+    diagonal = sum(tile.ahead is not None for tile in own_tiles)
+    whole = len(own_tiles) - diagonal + (devices - 1) * len(arrived_tiles)
+    return TileCounts(tokens // own_tiles[0].size, diagonal, whole)
 
 
 def list_own_tiles(tokens: int, causal: bool, order: Order) -> list[Tile]:

@@ -204,7 +204,9 @@ def _cross_entropy(
     options = options._replace(vocabulary=_count_classes(where, options.vocabulary, head, names))
     is_counted = targets >= 0
     x = jnp.where(is_counted[..., None], x, jnp.zeros_like(x))  # a NaN of an ignored token must not reach a gradient
-    nats, hits = _nats(*vary_alike(x, head, targets, over=names), names, options)
+    # Under other names: the targets themselves stay the same on all devices, and so do the results below.
+    varying = vary_alike(x, head, targets, over=names)
+    nats, hits = _nats(*varying, names, options)
     nats = jnp.where(targets < options.vocabulary, nats, jnp.nan)
     return jnp.where(is_counted, nats, 0), hits & is_counted
 
@@ -262,7 +264,10 @@ def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tupl
     target_column = _index_locally(targets, head.shape[-1], names)[..., None]
     terms = [jnp.exp(logits), jnp.where(columns == target_column, logits, 0)]
     if options.smoothing:
-        terms.append(logits if is_class is None else jnp.where(is_class, logits, 0))
+        class_logits = logits
+        if is_class is not None:
+            class_logits = jnp.where(is_class, logits, 0)
+        terms.append(class_logits)
     if options.hits:  # ties with the largest logit before the target
         terms.append(((logits == 0) & (columns < target_column)).astype(jnp.float32))
     sums = jnp.stack([jnp.sum(term, axis=-1) for term in terms])

@@ -103,9 +103,13 @@ def _find_route(chunks: np.ndarray, half: int, inverse: bool) -> list[tuple[int,
     route = []
     for target, pair in enumerate(chunks):
         for chunk in pair:
-            if chunk % 2 == half:
-                source = int(chunk) // 2
-                route.append((target, source) if inverse else (source, target))
+            if chunk % 2 != half:
+                continue
+            source = int(chunk) // 2
+            if inverse:
+                route.append((target, source))
+            else:
+                route.append((source, target))
     return route
 
 

@@ -90,7 +90,9 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
         same_tokens = live - varying_axes(tokens_bT)
         if same_tokens:
             raise ValueError(f"{rule}; got the same tokens along {name_axes(sorted(same_tokens))}. {remedy} the plan.")
-        split_examples = set() if token_split is None else live - set(token_split)
+        split_examples: set[str] = set()
+        if token_split is not None:
+            split_examples = live - set(token_split)
         if split_examples:
             raise ValueError(
                 f"{rule}; got different examples along {name_axes(sorted(split_examples))}. {remedy} the plan, and dp "
@@ -166,7 +168,9 @@ def _attend(
 ) -> jax.Array:
     """Attention in the form that the axes of the tokens ask for, [b, T, h, K]."""
     if axes.ulysses is not None:
-        order = "contiguous" if axes.context is None else axes.order
+        order: Order = "contiguous"
+        if axes.context is not None:
+            order = axes.order
         return ulysses_attention(
             q_bThK,
             k_bTgK,

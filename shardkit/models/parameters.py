@@ -74,7 +74,8 @@ class Config:
             at_least("Config", 0, **{name: getattr(self, name)})
         positive("Config", norm_epsilon=self.norm_epsilon, rope_theta=self.rope_theta)
         finite("Config", capacity=self.capacity, balance=self.balance, router_z=self.router_z)
-        if self.dropout >= 1 or (self.capacity is not None and self.capacity <= 0):
+        has_no_places = self.capacity is not None and self.capacity <= 0
+        if self.dropout >= 1 or has_no_places:
             raise ValueError(
                 f"Config: dropout must be below 1 and capacity above 0; got {self.dropout} and {self.capacity}. "
                 "Pass for example dropout=0.1, capacity=1.25."
@@ -135,7 +136,9 @@ def init(key: Key, config: Config) -> Any:
         "up": (c.dim, c.width),
         "down": (c.width, c.dim),
     }
-    stack = (c.layers, c.experts) if c.experts else (c.layers,)
+    stack: tuple[int, ...] = (c.layers,)
+    if c.experts:
+        stack = (c.layers, c.experts)
     for name, shape in feed_forward.items():
         shapes[name] = (*stack, *shape)
     if c.experts:
@@ -147,7 +150,9 @@ def init(key: Key, config: Config) -> Any:
     residual_scale = 0.02 / math.sqrt(2 * c.layers)
     layers: dict[str, Any] = {}
     for name, shape in shapes.items():
-        scale = residual_scale if name in ("attention_out", "down") else 0.02
+        scale = 0.02
+        if name in ("attention_out", "down"):
+            scale = residual_scale
         layers[name] = scale * jax.random.normal(next(keys), shape)
     for name in ("attention_norm", "mlp_norm"):
         layers[name] = jnp.ones((c.layers, c.dim))

@@ -230,7 +230,8 @@ def _compute_loss(config: Config, axes: Axes, last: Any, stream: Stream, batch: 
         router_loss_b = stream.losses @ jnp.array([config.balance, config.router_z])
         example_weight_b = jnp.sum(weights_bT.astype(jnp.float32), axis=1)
         mean = Mean(mean.total + jnp.sum(router_loss_b * example_weight_b), mean.weight)
-        aux["dropped"] = Mean(*jnp.sum(stream.dropped, axis=0))
+        dropped, choices = jnp.sum(stream.dropped, axis=0)
+        aux["dropped"] = Mean(dropped, choices)
     return mean, aux
 
 
@@ -250,8 +251,7 @@ def _get_entry(batch: Any, name: str) -> Any:
         return batch[name]
     received = quote(batch) if is_mapping else type(batch).__name__
     raise ValueError(
-        f"transformer: the batch must be a mapping with the entry {name!r}; got "
-        f"{received}. Pass for example "
+        f"transformer: the batch must be a mapping with the entry {name!r}; got {received}. Pass for example "
         "{'tokens': tokens, 'targets': targets}."
     )
 
@@ -374,4 +374,6 @@ def _select_last(params: Any, config: Config) -> dict[str, Any]:
 
 
 def _output_weight(params: Any, config: Config) -> jax.Array:
-    return params["embed"].T if config.tied else params["head"]
+    if config.tied:
+        return params["embed"].T
+    return params["head"]

@@ -111,6 +111,7 @@ def time_attention(share: Share, machine: Machine) -> float:
         operations += softmax
     elif ways > 1:
         operations.append(softmax[0])
+    # The operations are those of all of a device's queries and as many keys; a tile on the diagonal is computed whole.
     tiles = count_tiles(ways)
     blocks = (tiles.diagonal + tiles.whole) / tiles.parts**2
     return blocks * _time(operations, machine)

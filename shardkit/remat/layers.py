@@ -183,7 +183,7 @@ def scan_layers(
     layers = _count_layers(stacked)
     x = _widen_carry(layer_fn, stacked, x)
     _check_microbatches(x, microbatches)
-    has_handles = any(map(is_handle, jax.tree.leaves(stacked, is_leaf=is_handle)))
+    has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
     if microbatches == 1 and not has_handles:
         # Nothing is gathered, so there is nothing to gather again: a scan as jax has it, where no policy means jax's
         # own choice.
@@ -344,8 +344,10 @@ def is_list_of_layers(stacked: Any) -> bool:
 def _check_carried(x: Any, after: Any) -> None:
     """Refuses a layer whose result has another tree, shapes or dtypes than its input: the next layer gets it."""
     structure: Any = jax.tree.structure(x)
-    if structure == jax.tree.structure(after) and all(jax.tree.leaves(jax.tree.map(_is_carried, x, after))):
-        return
+    if structure == jax.tree.structure(after):
+        are_carried = jax.tree.map(_is_carried, x, after)
+        if all(jax.tree.leaves(are_carried)):
+            return
     taken = _describe_leaves(x)
     returned = _describe_leaves(after)
     if taken == returned:  # as a tuple and a list of the same arrays

@@ -271,7 +271,8 @@ class _PrefetchedStack:
             return (x, following), (residuals, secondary)
 
         carry = (x, fetch(0))
-        (x, (weights, secondary)), residuals = jax.lax.scan(run_round, carry, jnp.arange(self.layers - 1))
+        carry, residuals = jax.lax.scan(run_round, carry, jnp.arange(self.layers - 1))
+        x, (weights, secondary) = carry
         x, last = run_layer(weights, shared, x)
         return x, _StackResiduals(residuals, (last, secondary), weights)
 
@@ -295,8 +296,8 @@ class _PrefetchedStack:
             weights, _ = gather_kept(take_row(stacked, number), kept)
             return jax.tree.leaves(open_handles(weights))
 
-        def run_layer(number: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
-            dy, stack_grads, shared_sums = carry
+        def run_layer(number: Any, weights: Leaves, residuals: Leaves, sums: Any) -> Any:
+            dy, stack_grads, shared_sums = sums
             grads, dx = passes.backward(weights, shared, residuals, dy)
             # A layer's gradients are reduced in its round, for the reason that `_OneLayer` gives. The gradients of
             # shared leaves are sums over layers, and are reduced once, after the last round.
@@ -307,25 +308,28 @@ class _PrefetchedStack:
             return dx, stored_grads, add_terms(shared_sums, grads[len(nodes) :])
 
         def run_round(carry: Any, number: jax.Array) -> Any:
-            weights, carry = carry
+            weights, sums = carry
             previous = fetch(number - 1)
-            return (previous, run_layer(number, weights, take_row(layer_residuals, number), carry)), None
+            sums = run_layer(number, weights, take_row(layer_residuals, number), sums)
+            return (previous, sums), None
 
         # [layers, ...] of the parts: each round writes the row of its layer, so memory holds one whole gradient at a
         # time.
         stack_grads = [typed_zeros(part) for part in strip_handles(nodes)]
         shared_sums = [wide_zeros(leaf) for leaf in shared_nodes]
-        carry = (dy, stack_grads, shared_sums)
+        sums = (dy, stack_grads, shared_sums)
         final = self.layers - 1
-        # Issued before the backward pass of the last layer, which hides it.
-        previous = fetch(final - 1) if final else []
-        carry = run_layer(final, residuals.weights, last_residuals, carry)
-        if final:
+        previous: list[Any] = []
+        if final > 0:
+            # Issued before the backward pass of the last layer, which hides it.
+            previous = fetch(final - 1)
+        sums = run_layer(final, residuals.weights, last_residuals, sums)
+        if final > 0:
             # Layer 0 stands after the loop: behind it nothing is left to gather.
             numbers = jnp.arange(final - 1, 0, -1)
-            (previous, carry), _ = jax.lax.scan(run_round, (previous, carry), numbers)
-            carry = run_layer(0, previous, take_row(layer_residuals, 0), carry)
-        dx, stack_grads, shared_sums = carry
+            (previous, sums), _ = jax.lax.scan(run_round, (previous, sums), numbers)
+            sums = run_layer(0, previous, take_row(layer_residuals, 0), sums)
+        dx, stack_grads, shared_sums = sums
         shared_grads = _reduce_to_parts(shared_nodes, shared_sums)
         return [*stack_grads, *shared_grads, *dx]
 

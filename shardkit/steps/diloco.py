@@ -116,17 +116,15 @@ class Diloco:
 
     def init(self, params: Any, key: jax.Array, carried: Any = None) -> DilocoState:
         """The first state: workers begin with the same parameters of `key`, and draw with keys of their own."""
-        workers: list[TrainState | None] = []
-        copies: list[dict[str, jax.Array] | None] = []
+        workers: list[TrainState | None] = [None] * len(self.train_steps)
+        copies: list[dict[str, jax.Array] | None] = [None] * len(self.train_steps)
         for number, train_step in enumerate(self.train_steps):
             if train_step is None:
-                workers.append(None)
-                copies.append(None)
                 continue
             worker = train_step.init(params, key, carried)
-            workers.append(worker._replace(key=jax.random.fold_in(worker.key, number)))
+            workers[number] = worker._replace(key=jax.random.fold_in(worker.key, number))
             # Copied, because a step donates the buffers of its state.
-            copies.append(leaves_by_path(jax.tree.map(jnp.copy, worker.params)))
+            copies[number] = leaves_by_path(jax.tree.map(jnp.copy, worker.params))
         present_workers = [worker for worker in workers if worker is not None]
         if any(isinstance(worker.opt_state, Master) for worker in present_workers):
             raise ValueError(
@@ -279,9 +277,10 @@ class Diloco:
             raise ValueError(f"diloco: the fragment must be one of {len(state.outer)}, from 0 on; got {fragment!r}.")
         if any(x.is_deleted() for x in jax.tree.leaves((state.workers, state.params, state.outer))):
             raise ValueError("diloco: the state must be the newest; got one that step, finish or exchange was passed.")
-        arrays: list[dict[str, jax.Array] | None] = []
-        for worker in state.workers:
-            arrays.append(None if worker is None else leaves_by_path(worker.params))
+        arrays: list[dict[str, jax.Array] | None] = [None] * len(state.workers)
+        for number, worker in enumerate(state.workers):
+            if worker is not None:
+                arrays[number] = leaves_by_path(worker.params)
         return join_submeshes(arrays, self.mesh, self._row_specs(state.params), rows=True)
 
     def _take_rows(self, worker: TrainState | None, rows: dict[str, jax.Array]) -> TrainState | None:
@@ -306,26 +305,27 @@ class Diloco:
         return lax.with_sharding_constraint(outer, shardings(self.mesh, storage))
 
     def _fragments(self, params: Any) -> list[dict[str, Any]]:
-        """The leaves of each fragment by path, each with its rows; `...` for a whole leaf."""
+        """The leaves of each fragment by path, each with its rows; `...` for a whole leaf.
+
+        Worked example: a leaf "w" whose two rows are of fragments 0 and 1, and a leaf "b" of fragment 1, give
+        [{"w": [0]}, {"w": [1], "b": ...}].
+        """
         specs = self._specs(params)
-        fragment_of: dict[str, np.ndarray] = {}  # one number for a leaf, or one for each row
+        members: dict[int, dict[str, Any]] = {}
         for path, x in leaves_by_path(params).items():
-            numbers = np.asarray(0)
+            numbers = np.asarray(0)  # one number for the leaf, or one for each row
             if self.fragments is not None:
                 numbers = np.asarray(self.fragments(path, x.shape))
             _check_fragments(path, x.shape, specs[path], numbers)
-            fragment_of[path] = numbers
-        unique_numbers: set[int] = set()
-        for numbers in fragment_of.values():
-            unique_numbers.update(numbers.ravel().tolist())
-        used = sorted(unique_numbers)
+            for fragment in np.unique(numbers).tolist():
+                rows: Any = ...
+                if numbers.ndim:
+                    rows = np.flatnonzero(numbers == fragment)
+                members.setdefault(fragment, {})[path] = rows
+        used = sorted(members)
         if used != list(range(len(used))):
             raise ValueError(f"diloco: fragments must be numbered from 0, none left out; got {used}. Number them so.")
-        fragments: list[dict[str, Any]] = [{} for _ in used]
-        for path, numbers in fragment_of.items():
-            for fragment in np.unique(numbers):
-                fragments[fragment][path] = np.flatnonzero(numbers == fragment) if numbers.ndim else ...
-        return fragments
+        return [members[fragment] for fragment in used]
 
 
 def _check_fragments(path: str, shape: tuple[int, ...], spec: PartitionSpec, numbers: np.ndarray) -> None:

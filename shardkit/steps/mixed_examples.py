@@ -201,27 +201,14 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
     axes = examples.axes
     dim = examples.dim
 
-    def take_from_neighbor(x: jax.Array) -> jax.Array:
-        return _take_from_neighbor(x, axes) if x.ndim > dim else x
+    def join(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.concatenate([a, b], dim) if a.ndim > dim else a
 
     def on_device(params: Any, carried: Any, batch: Any, key: jax.Array | None) -> dict[str, jax.Array]:
         keys = None
         if key is not None:
             keys = device_keys(key, batch, examples.placement.batch)
-        local_examples = (batch, keys)
-        if examples.parts > 1:
-            microbatches = split_microbatches(local_examples, examples.parts)
-            first = take_microbatch(microbatches, 0)
-            second = take_microbatch(microbatches, 1)
-        else:
-            # The examples are sent before the loss: only a device that has the examples of two devices can compute the
-            # loss of both. The step itself sends no examples.
-            first = jax.tree.map(take_from_neighbor, local_examples)
-            second = local_examples
-
-        def join(a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.concatenate([a, b], dim) if a.ndim > dim else a
-
+        first, second = _take_two_parts(examples, (batch, keys))
         whole_batch = jax.tree.map(join, first, second)
 
         def sum_terms(part: Any) -> dict[str, jax.Array]:
@@ -261,6 +248,20 @@ def make_comparison(examples: Examples, batch: Any, names: Sequence[str]) -> Cal
         return comparisons
 
     return compare
+
+
+def _take_two_parts(examples: Examples, local_examples: Any) -> tuple[Any, Any]:
+    """A device's first two microbatches; without microbatches the examples of the device before it, and its own."""
+    if examples.parts > 1:
+        microbatches = split_microbatches(local_examples, examples.parts)
+        return take_microbatch(microbatches, 0), take_microbatch(microbatches, 1)
+
+    # The examples are sent before the loss: only a device that has the examples of two devices can compute the loss of
+    # both. The step itself sends no examples.
+    def take_from_neighbor(x: jax.Array) -> jax.Array:
+        return _take_from_neighbor(x, examples.axes) if x.ndim > examples.dim else x
+
+    return jax.tree.map(take_from_neighbor, local_examples), local_examples
 
 
 def _find_largest_gap(sums: jax.Array) -> jax.Array:

@@ -68,38 +68,43 @@ def make_first_state(
             f"make the step over sk.make_mesh({sizes})."
         )
     dtype = policy.master or policy.param
-    from_key = is_initializer(params)
-    if from_key:
+    is_from_key = is_initializer(params)
+    if is_from_key:
         shapes = check_trainable(jax.eval_shape(partial(call_initializer, params), key))
-        placement = plan.placement(jax.eval_shape(partial(cast_floating, dtype=dtype), shapes), mesh)
+        shapes = jax.eval_shape(partial(cast_floating, dtype=dtype), shapes)
+        placement = plan.placement(shapes, mesh)
         params = _initialize(params, key, placement, dtype)
     else:
-        params = cast_floating(jax.tree.map(strip_weak_type, check_trainable(unpadded(params))), dtype)
+        params = jax.tree.map(strip_weak_type, check_trainable(unpadded(params)))
+        params = cast_floating(params, dtype)
         placement = plan.placement(params, mesh)
         params = _move_to_rest(params, placement)
-    update = placement.in_update
 
-    def new_opt_state(params: Any) -> Any:  # copied: a buffer must not be donated twice
-        pinned = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
+    def make_opt_state(params: Any) -> Any:
+        pinned = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, placement.in_update))
+        # Copied: the state may have a parameter itself, whose buffer must not be donated twice.
         return jax.tree.map(jnp.copy, init_opt_state(optimizer, policy, pinned))
 
-    opt_storage = match_storage(jax.eval_shape(new_opt_state, params), params, update)
+    opt_storage = match_storage(jax.eval_shape(make_opt_state, params), params, placement.in_update)
 
     # The optimizer's state is made inside jit, in its layout. Outside of jit, its zeros would be whole on one device:
-    # twice the size of the model for adam.
-    def init(params: Any, key: jax.Array) -> Any:  # one program, to compile once
-        # Copied, since device_put may return the caller's own buffers and the step donates the state's.
-        copies = None if from_key else jax.tree.map(jnp.copy, params)
-        opt_state = pad_leaves(new_opt_state(params), opt_storage, mesh)
+    # twice the size of the model for adam. All of the state is made by one program, to compile once.
+    def init(params: Any, key: jax.Array) -> Any:
+        copies = None
+        if not is_from_key:
+            # device_put may return the caller's own buffers, and the step donates the state's.
+            copies = jax.tree.map(jnp.copy, params)
+        opt_state = pad_leaves(make_opt_state(params), opt_storage, mesh)
         return opt_state, copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
 
-    param_layouts = None if from_key else shardings(mesh, placement.at_rest)
-    layouts = (shardings(mesh, opt_storage), param_layouts, NamedSharding(mesh, _REPLICATED))
+    copy_layouts = None if is_from_key else shardings(mesh, placement.at_rest)
+    layouts = (shardings(mesh, opt_storage), copy_layouts, NamedSharding(mesh, _REPLICATED))
     opt_state, copies, scalars = jax.jit(init, out_shardings=layouts)(params, key)
     step, key, loss_scale = scalars
     residuals = zero_residuals(params, placement)
-    params = cast_floating(params if from_key else copies, policy.param)
-    return TrainState(step, params, opt_state, key, loss_scale, residuals)
+    if not is_from_key:
+        params = copies
+    return TrainState(step, cast_floating(params, policy.param), opt_state, key, loss_scale, residuals)
 
 
 def make_abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: Precision) -> TrainState:
@@ -136,8 +141,9 @@ def check_trainable(params: Any) -> Any:
         TypeError: a leaf that is not a real floating-point array, or one of float64 where jax computes with it.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        is_number = isinstance(x, int | float | complex)
-        dtype = jnp.result_type(x) if is_number else getattr(x, "dtype", None)
+        dtype = getattr(x, "dtype", None)
+        if isinstance(x, int | float | complex):
+            dtype = jnp.result_type(x)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
