@@ -68,7 +68,7 @@ def _choose_clock(mesh: Mesh, chip: Chip | None) -> Clock:
     platform = mesh.devices.flat[0].platform
     if platform == "gpu":
         platform = "cuda"
-    return clock_of(platform, chip, places(mesh))
+    return clock_of(platform, chip, list_places(mesh))
 
 
 def _count_executions(module: proto.Module, rows: Sequence[CompiledRow], calls: int) -> dict[tuple[str, Groups], float]:
@@ -88,7 +88,7 @@ def _count_executions(module: proto.Module, rows: Sequence[CompiledRow], calls: 
     return times
 
 
-def physical(mesh: Mesh, axes: Sequence[str]) -> str:
+def describe_dims(mesh: Mesh, axes: Sequence[str]) -> str:
     """The dims of the machine along which the devices of a group differ: "x, y" of a torus, hosts, or nothing known."""
     # The axes of the group first: [devices of a group, groups]. The first group stands for all.
     dims = [mesh.axis_names.index(axis) for axis in axes]
@@ -118,7 +118,7 @@ def chip_of(mesh: Mesh) -> Chip | None:
     return hardware.chip_of(mesh.devices.flat[0].device_kind)
 
 
-def places(mesh: Mesh) -> list[tuple[int, ...]]:
+def list_places(mesh: Mesh) -> list[tuple[int, ...]]:
     """Where each device is, as `clock_of` takes it: on a torus, or (slice, host, GPU)."""
     result = []
     for device in mesh.devices.flat:

@@ -86,12 +86,12 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     options = operation.arguments(sweep.redop, n, count)
     # Every device begins with other numbers. The reference sees them as blocks along the mesh's axes: of data=4,
     # model=2 and 100 elements a device, [8, 100] as [4, 2, 100].
-    block = operations.values(sweep.dtype, mesh.size, n, operation.block(n, count))
+    block = operations.make_values(sweep.dtype, mesh.size, n, operation.block(n, count))
     by_axes = block.reshape(*mesh.devices.shape, -1)
     compute = partial(operation.reference, **options)
     expected = reference.over_mesh(compute, by_axes, dict(mesh.shape), sweep.axes).reshape(mesh.size, -1)
     x = place(block, mesh, P(tuple(mesh.axis_names)))
-    poison = operations.poison(sweep.dtype)
+    poison = operations.make_poison(sweep.dtype)
     axis: checks.Axis = sweep.axes
     if len(sweep.axes) == 1:
         axis = sweep.axes[0]
@@ -99,7 +99,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     compared: dict[str, Compared] = {}
     cases = []
     for name, way in sweep.ways.items():
-        bound = operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes)
+        bound = operations.bound_error(way, sweep.dtype, sweep.redop, block, sweep.sizes)
         compared[name] = Compared(expected, bound)
         kernel = _bind(way.kernel, axis, options)
         timed = case(name, kernel, x, poison, expected, mesh, compared[name])
@@ -140,7 +140,7 @@ def _describe_sweep(sweep: Sweep, count: int) -> Record:
         "mesh": dict(sweep.mesh.shape),
         "axes": ", ".join(sweep.axes),
         "n": sweep.n,
-        "physical": as_compiled.physical(sweep.mesh, sweep.axes),
+        "physical": as_compiled.describe_dims(sweep.mesh, sweep.axes),
     }
 
 

@@ -201,7 +201,7 @@ class CaseBuilder:
         carry = jax.device_put((params, self.optimizer().init(params)), first_device)
         update = jax.tree.map(lambda _: first_device, params)
         batch = jax.device_put(self.work.batch, first_device)
-        return partitioned("one device", self.work.loss_fn, self.optimizer(), carry, batch, update)
+        return make_partitioned_case("one device", self.work.loss_fn, self.optimizer(), carry, batch, update)
 
     def of(self, plan_case: PlanCase) -> Case:
         """A plan's own step."""
@@ -212,7 +212,7 @@ class CaseBuilder:
 
     def jit(self, kind: str, plan_case: PlanCase, loss_fn: Loss | None = None) -> Case:
         """jit's step, held as a plan holds it; of the loss for one device, or of one with constraints."""
-        carry, batch = placed_arguments(self.of(plan_case))
+        carry, batch = get_placed_arguments(self.of(plan_case))
         if plan_case.manual:
             # This plan knows the axis "data" alone. Over "model" the rules split the parameters, and their gradients in
             # the same way.
@@ -223,7 +223,7 @@ class CaseBuilder:
             update = map_layouts(lambda layout: NamedSharding(self.mesh, layout.update), layouts)
         if loss_fn is None:
             loss_fn = self.work.loss_fn
-        return partitioned(f"{kind}: {plan_case.held}", loss_fn, self.optimizer(), carry, batch, update)
+        return make_partitioned_case(f"{kind}: {plan_case.held}", loss_fn, self.optimizer(), carry, batch, update)
 
     def in_microbatches(self, name: str, make_plan: Callable[..., sk.Plan]) -> Case:
         """A plan's step in microbatches."""
@@ -270,7 +270,7 @@ class CaseBuilder:
         return self._built[name]
 
 
-def placed_arguments(case: Case) -> tuple[Any, Any]:
+def get_placed_arguments(case: Case) -> tuple[Any, Any]:
     """Parameters with the optimizer's state, and the batch, as a plan lays them out."""
     return (case.carry.params, case.carry.opt_state), case.args[0]
 
@@ -282,7 +282,7 @@ def apply_optimizer(optimizer: Any, carry: Any, gradients: Any, loss: jax.Array)
     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
 
-def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
+def make_scalar(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
     """A loss for `value_and_grad` as a scalar function of parameters and batch, without keys."""
 
     def scalar(params: Any, batch: Any) -> jax.Array:
@@ -297,14 +297,14 @@ def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
     return scalar
 
 
-def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
+def make_partitioned_case(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
     """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
 
     `carry` (parameters and optimizer state) and `batch` are already laid out; `update` are the layouts of gradients.
     """
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
-        loss, gradients = jax.value_and_grad(mean(loss_fn))(carry[0], batch)
+        loss, gradients = jax.value_and_grad(make_scalar(loss_fn))(carry[0], batch)
         gradients = jax.lax.with_sharding_constraint(gradients, update)
         return apply_optimizer(optimizer, carry, gradients, loss)
 

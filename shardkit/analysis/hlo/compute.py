@@ -150,6 +150,10 @@ class ModuleWork:
         if opcode == "copy-start":
             size = _count_copied_bytes(instruction)
             return Work(0, size, self.seconds(0, size))
+        return self._count_code(computation, instruction)
+
+    def _count_code(self, computation: proto.Computation, instruction: proto.Instruction) -> Work:
+        """The work of an instruction with code of its own, which reads its operands and writes its result."""
         flops = self.flops(computation, instruction)
         size = _bytes_written(self.module, computation, instruction)
         for number in range(len(instruction.operands)):

@@ -125,7 +125,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         if programs or not _is_repeatable(equation):
             return self._make_new(equation, operands)
         # The same operation on the same values, wherever it stands, makes the same values: fold_in(key, 1) is one key.
-        params = str(sorted(equation.params.items(), key=_name_of_param))
+        params = str(sorted(equation.params.items()))  # by name: no two have the same
         results = []
         for number in range(len(equation.outvars)):
             results.append(self.names.make((name, params, number), operands))
@@ -249,11 +249,6 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         else:
             return
         self.findings.append(Finding("reused-key", message, line, _REMEDY))
-
-
-def _name_of_param(item: tuple[str, Any]) -> str:
-    name, _ = item
-    return name
 
 
 def _is_repeatable(equation: Any) -> bool:
