@@ -134,7 +134,10 @@ def _main(words: list[str]) -> int:
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, and the others with it, which are those of the program that `launch` starts."""
+    """The words before `--`, and the others with it, which are those of the program that `launch` starts.
+
+    For example of `launch -n 4 -- train.py --json` they are [launch, -n, 4] and [--, train.py, --json].
+    """
     words = list(words)
     if "--" not in words:
         return words, []

@@ -168,7 +168,7 @@ def _read_model(text: str) -> planner.Model:
 
 
 def _read_sequences(text: str, sequence: int) -> int:
-    """The number of sequences of "1024" or "4M-tokens"."""
+    """The number of sequences of "1024" or "4M-tokens", which of sequences of 4,096 tokens is 1,024 too."""
     if text.isdecimal():
         return int(text)
     # A unit or a fraction makes sense for tokens only: "4M" without -tokens would be four million sequences.

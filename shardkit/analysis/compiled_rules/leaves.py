@@ -19,6 +19,11 @@ from shardkit.meshes.layout import all_axes
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 
 
+# Worked example: a mesh data=8, model=4, and three leaves of `state`.
+#
+#     w   f32[4096,4096]  P(None, "model")      a shard [4096,1024] of 16 MiB; "data" divides its rows, and does not
+#     mu  f32[4096,4096]  P(None, "model")      split it: the two are one finding, held 8 times, over data=8
+#     nu  f32[4096,4096]  P("data", "model")    no axis is left
 def copies(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves of which every device holds the same large piece, though a dim could be split."""
     # The layouts of the compiled program, where they are known: the compiler may have chosen some.

@@ -186,7 +186,8 @@ class Report:
     def _find_in_message(self, patterns: Sequence[str]) -> int:
         """The bytes in the compiler's message, in the first of its forms that it has; 0 where it has none."""
         for pattern in patterns:
-            # The number is rounded, as "21.50G": good for a report, not for a comparison of bytes.
+            # For example "Used 21.50G of 15.75G hbm" needs 21.5 * 2^30 bytes. They are rounded: good for a report, not
+            # for a comparison of bytes.
             match = re.search(pattern, self.message)
             if match is not None:
                 number, unit = match.groups()

@@ -29,7 +29,7 @@ from shardkit.cost import wire
 from shardkit.meshes.layout import table
 from shardkit.meshes.network import Moves
 
-Row = TypeVar("Row", bound=Any)  # a CensusRow, or a row of a compiled program
+_AnyRow = TypeVar("_AnyRow", bound=Any)  # a CensusRow, or a row of a compiled program
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,9 @@ def _is_unknown(site: Site) -> bool:
 
     One with jaxprs of its own is walked through, and shows what it sends.
     """
-    is_registered = bool(registered(site.name).name)
-    is_in_shard_map = bool(site.sizes)
-    return is_in_shard_map and not is_registered and not compat.inner_jaxprs(site.equation)
+    if registered(site.name).name or compat.inner_jaxprs(site.equation):
+        return False
+    return bool(site.sizes)
 
 
 def _refuse_uncounted(site: Site) -> None:
@@ -467,7 +467,7 @@ def sum_bytes(sizes: Iterable[Fraction]) -> int | Fraction:
     return int(total)
 
 
-def select_rows(rows: Iterable[Row], axis: str | None, kind: str | None) -> tuple[Row, ...]:
+def select_rows(rows: Iterable[_AnyRow], axis: str | None, kind: str | None) -> tuple[_AnyRow, ...]:
     """The rows, of a traced or a compiled program, that use an axis and are of a kind; None: all."""
     selected = []
     for row in rows:
