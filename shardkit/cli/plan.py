@@ -65,26 +65,13 @@ def plan(options: Options) -> int:
     1 if nothing fits; with --compile, if nothing fits that was compiled.
     """
     from shardkit import cost, planner
-    from shardkit._arguments import checks
     from shardkit.analysis.hlo.topology import topology_of
     from shardkit.cli import layouts
     from shardkit.planner.source import source_of
 
-    checks.integers_from_one("plan", rows=options.rows)
-    checks.integers_from_zero("plan", compile=options.compile)
-    if options.compile > options.rows:
-        raise ValueError(
-            f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "
-            f"{options.rows}. Pass --rows {options.compile}, or compile fewer."
-        )
-    if str(options.emit) == str(options.json) == "-":
-        raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
+    _check_options(options)
     topology = topology_of(cost.chip(options.chip).name, options.chips)
     compiler_options = _read_compiler_options(options.options)
-    if compiler_options and not options.compile and options.emit is None:
-        raise ValueError(
-            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
-        )
     search = layouts.search(
         options.model,
         options.batch,
@@ -123,6 +110,25 @@ def plan(options: Options) -> int:
         row["compiled"] = derived | {"fits": report.fits}
     write_json(options.json, "plan", rows)
     return 1 if chosen is None else 0
+
+
+def _check_options(options: Options) -> None:
+    """Refuses numbers that are none of layouts, two results in one place, and options without an effect."""
+    from shardkit._arguments import checks
+
+    checks.integers_from_one("plan", rows=options.rows)
+    checks.integers_from_zero("plan", compile=options.compile)
+    if options.compile > options.rows:
+        raise ValueError(
+            f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "
+            f"{options.rows}. Pass --rows {options.compile}, or compile fewer."
+        )
+    if str(options.emit) == str(options.json) == "-":
+        raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
+    if options.options and not options.compile and options.emit is None:
+        raise ValueError(
+            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
+        )
 
 
 def _read_compiler_options(texts: Sequence[str]) -> dict[str, bool | int | float | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,7 +59,6 @@ def comm(options: Options) -> int:
     from shardkit import bench
     from shardkit.bench.comm import table
     from shardkit.cli.mesh import make_mesh
-    from shardkit.cli.target import load_function
 
     # Every process measures, and its wrong elements count; process 0 alone prints and writes, for all of them.
     cluster = sk.runtime.initialize()
@@ -69,15 +69,7 @@ def comm(options: Options) -> int:
     if figures["sizes"] is not None:
         sizes = read_sizes(figures["sizes"])
     mesh = make_mesh("bench comm", options.mesh, many=cluster.processes > 1)
-    names = None  # the usual ones
-    kernels = {}
-    if options.impl:
-        names = []
-        for word in options.impl:
-            if ":" in word:  # train.py:kernel, of the user
-                kernels[word] = load_function(word)
-            else:
-                names.append(word)
+    names, kernels = _load_implementations(options.impl)
     sweeps = bench.sweeps(
         mesh,
         ops=options.op or None,
@@ -106,6 +98,22 @@ def comm(options: Options) -> int:
     wrong = sum(record["wrong"] for record in records)
     print(f"\nwrong elements: {wrong}")
     return write_records(records, options)
+
+
+def _load_implementations(words: Sequence[str]) -> tuple[list[str] | None, dict[str, Callable[..., Any]]]:
+    """The names among the words of `--impl`, None where it is not passed, and the user's kernels by their words."""
+    from shardkit.cli.target import load_function
+
+    if not words:
+        return None, {}
+    names = []
+    kernels = {}
+    for word in words:
+        if ":" in word:  # train.py:kernel
+            kernels[word] = load_function(word)
+        else:
+            names.append(word)
+    return names, kernels
 
 
 def read_sizes(text: str) -> list[int]:
