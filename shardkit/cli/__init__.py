@@ -16,7 +16,6 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -26,6 +25,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TextIO, Union
 import shardkit
 from shardkit._arguments.extras import install
 from shardkit.cli.errors import is_refusal
+from shardkit.cli.words import fill_in_json, split_at_dashes
 
 # The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
 USAGE = 2
@@ -131,18 +131,6 @@ def _main(words: list[str]) -> int:
     if wants_help:
         options = ["--help"]
     return perform(command, full, options + program)
-
-
-def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, and the others with it, which are those of the program that `launch` starts.
-
-    For example of `launch -n 4 -- train.py --json` they are [launch, -n, 4] and [--, train.py, --json].
-    """
-    words = list(words)
-    if "--" not in words:
-        return words, []
-    end = words.index("--")
-    return words[:end], words[end:]
 
 
 def _asks_for_version(words: list[str]) -> bool:
@@ -284,7 +272,7 @@ def _run(command: Command, full: str, words: list[str]) -> int:
     """Reads the options, which needs no jax, then imports it and calls the command's function; the exit code."""
     import tyro
 
-    from shardkit.cli.output import fill_in_json, text_beside_json
+    from shardkit.cli.output import text_beside_json
 
     module = import_module(command.module)
     words = fill_in_json(words)

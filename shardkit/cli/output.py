@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import shardkit as sk
 from shardkit._arguments.files import open_file
-from shardkit.cli import split_at_dashes
+from shardkit.cli.words import split_at_dashes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,22 +40,6 @@ def console() -> Console:
     terminal = Piped(highlight=False, markup=False, emoji=False)
     terminal.soft_wrap = not terminal.is_terminal
     return terminal
-
-
-def fill_in_json(words: Sequence[str]) -> list[str]:
-    """The words of a command with the file that a bare `--json` stands for: standard output.
-
-    For example `audit a.py:make --json --explain` becomes `audit a.py:make --json - --explain`. What follows `--` are
-    the words of another program.
-    """
-    options, program = split_at_dashes(words)
-    following_words = [*options[1:], "--"]  # nothing follows the last
-    filled = []
-    for word, following_word in zip(options, following_words, strict=True):
-        filled.append(word)
-        if word == "--json" and following_word.startswith("--"):
-            filled.append("-")
-    return filled + program
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock 
 
     `sizes` are those of the mesh axes, in mesh order; device i of the program is device i of the mesh.
     """
-    return tuple(Reader(module, dict(sizes), clock).rows(Run(module.entry)))
+    return tuple(Reader(module, dict(sizes), clock).rows(ComputationRun(module.entry)))
 
 
 def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
@@ -110,7 +110,7 @@ def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
     return ModuleWork(module, clock.compute).of_computation(module.entry)
 
 
-class Run(NamedTuple):
+class ComputationRun(NamedTuple):
     """A computation, and how one call of the program runs it.
 
     Attributes:
@@ -146,7 +146,7 @@ class Reader:
         self.workload = ModuleWork(module, clock.compute)
         self.pairs = Pairs(module)
 
-    def rows(self, run: Run, under_way: frozenset[int] = frozenset()) -> Iterator[CompiledRow]:
+    def rows(self, run: ComputationRun, under_way: frozenset[int] = frozenset()) -> Iterator[CompiledRow]:
         """The rows of a computation; `under_way` are the channels of collectives that start before it and end after."""
         computation = self.module.computations[run.number]
         instructions = list(computation.instructions.values())
@@ -169,7 +169,9 @@ class Reader:
         for collective in unended:  # nothing is known to hide it
             yield self._make_row(run, collective, None)
 
-    def _list_runs(self, run: Run, computation: proto.Computation, instruction: proto.Instruction) -> Iterator[Run]:
+    def _list_runs(
+        self, run: ComputationRun, computation: proto.Computation, instruction: proto.Instruction
+    ) -> Iterator[ComputationRun]:
         """The computations that an instruction runs, in a run of the computation that has it."""
         times = run.times
         branch = run.branch
@@ -177,11 +179,11 @@ class Reader:
             body, condition = instruction.calls
             length, constants = trip_count(self.module, computation, instruction, run.constants)
             if length is None or times is None:
-                yield Run(body, None, constants, branch)
-                yield Run(condition, None, constants, branch)
+                yield ComputationRun(body, None, constants, branch)
+                yield ComputationRun(condition, None, constants, branch)
             else:
-                yield Run(body, times * length, constants, branch)
-                yield Run(condition, times * (length + 1), constants, branch)  # once more, to end the loop
+                yield ComputationRun(body, times * length, constants, branch)
+                yield ComputationRun(condition, times * (length + 1), constants, branch)  # once more, to end the loop
         elif instruction.opcode == "conditional":
             # The empty branch sends nothing, so that its count does not matter.
             share = find_share(instruction.op_name)
@@ -191,12 +193,12 @@ class Reader:
                 inner_branch = f"branch {number} of {len(instruction.calls)}"
                 if branch:  # a conditional in a conditional
                     inner_branch = f"{branch}, {inner_branch}"
-                yield Run(call, times, branch=inner_branch)
+                yield ComputationRun(call, times, branch=inner_branch)
         elif instruction.opcode in ("call", "async-start"):
             for call in instruction.calls:
-                yield Run(call, times, branch=branch)
+                yield ComputationRun(call, times, branch=branch)
 
-    def _make_row(self, run: Run, collective: FoundCollective, between: list[_Slot] | None) -> CompiledRow:
+    def _make_row(self, run: ComputationRun, collective: FoundCollective, between: list[_Slot] | None) -> CompiledRow:
         """The row of a collective; `between` is the compute between its start and its end; None if synchronous."""
         instruction = collective.instruction
         kind = collective.kind

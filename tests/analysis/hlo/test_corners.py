@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
-from shardkit.analysis.hlo.collectives import CompiledRow, Reader, Run, collectives_of
+from shardkit.analysis.hlo.collectives import CompiledRow, ComputationRun, Reader, collectives_of
 from shardkit.analysis.hlo.compute import NO_CLOCK, ModuleWork, Work
 from shardkit.analysis.hlo.differences import _find_scatters_run_as_sums, _Traffic, account, compiled
 from shardkit.analysis.hlo.report import report_of
@@ -183,7 +183,7 @@ def test_a_conditional_whose_scope_says_how_often_it_runs_counts_so_often():
     entry = module.computations[0]
     entry.instructions[0].op_name = "jit(step)/while/body/shardkit_runs_2_of_5/cond"
     assert ModuleWork(module, lambda flops, size: float(size)).of_computation(0) == Work(0, 1600, 1600.0, 0)
-    runs = Reader(module, {"x": 2}, NO_CLOCK)._list_runs(Run(0, 5), entry, entry.instructions[0])
+    runs = Reader(module, {"x": 2}, NO_CLOCK)._list_runs(ComputationRun(0, 5), entry, entry.instructions[0])
     assert [(run.times, run.branch) for run in runs] == [(2, "branch 1 of 2"), (2, "branch 2 of 2")]
 
 
