@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.workload import partitioned, reference
+from shardkit.bench.workload import make_partitioned_case, reference
 from shardkit.cli.self_test import self_test
 from shardkit.cost import hardware
 from shardkit.models import transformer
@@ -56,7 +56,8 @@ def plain(name: str, work: bench.Workload, held: Any, over: NamedSharding) -> be
     params = jax.device_put(work.params, held)
     whole = NamedSharding(over.mesh, P())
     moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), optimizer.init(params))
-    case = partitioned(name, in_bfloat16, optimizer, (params, moments), jax.device_put(work.batch, over), held)
+    batch = jax.device_put(work.batch, over)
+    case = make_partitioned_case(name, in_bfloat16, optimizer, (params, moments), batch, held)
     return case._replace(checked=_loss)
 
 

@@ -30,10 +30,10 @@ from shardkit.bench.workload import (
     Loss,
     PlanCase,
     apply_optimizer,
+    get_placed_arguments,
     has_stages,
     list_plans,
-    mean,
-    placed_arguments,
+    make_scalar,
     reference,
 )
 from shardkit.layers.attention import dot_attention
@@ -70,7 +70,7 @@ def by_constraints(cases: CaseBuilder, way: PlanCase) -> bench.Case:
 
 def tutorial(cases: CaseBuilder, name: str, plan_of: Callable[..., sk.Plan]) -> bench.Case:
     """A step in microbatches, as tutorials write it."""
-    carry, batch = placed_arguments(cases.in_microbatches(name, plan_of))
+    carry, batch = get_placed_arguments(cases.in_microbatches(name, plan_of))
     how = cases.optimizer(), carry, batch, cases.mesh, cases.axis_names, MICROBATCHES
     return in_microbatches(f"tutorial: {name}", cases.work.loss_fn, *how)
 
@@ -78,7 +78,7 @@ def tutorial(cases: CaseBuilder, name: str, plan_of: Callable[..., sk.Plan]) -> 
 def scan(cases: CaseBuilder) -> bench.Case:
     """The pipeline, as tutorials write it."""
     assert cases.work.config is not None, "only the reference transformer has pieces"
-    carry, batch = placed_arguments(cases.pipeline("GPipe"))
+    carry, batch = get_placed_arguments(cases.pipeline("GPipe"))
     how = cases.optimizer(), carry, batch, cases.mesh, "model", cases.microbatches
     return scan_gpipe("tutorial: GPipe scan", cases.work.config, *how)
 
@@ -157,7 +157,7 @@ def in_microbatches(
 
     def local(params: Any, batch: Any) -> Any:
         def loss(params: Any, micro: Any) -> jax.Array:
-            return mean(loss_fn)(jax.tree.map(whole, params, specs), micro) / (ways * count)
+            return make_scalar(loss_fn)(jax.tree.map(whole, params, specs), micro) / (ways * count)
 
         def add(total: Any, micro: Any) -> tuple[Any, None]:
             found = jax.value_and_grad(loss)(params, micro)

@@ -207,7 +207,8 @@ def differences(rows: Sequence[CensusRow | CompiledRow], expected: Sequence[Coll
     """
     groups: dict[tuple[str, tuple[str, ...]], list[CensusRow | CompiledRow]] = {}
     for row in rows:
-        groups.setdefault((row.kind, tuple(sorted(row.axes))), []).append(row)
+        key = (row.kind, tuple(sorted(row.axes)))
+        groups.setdefault(key, []).append(row)
     lines = []
     for contract in expected:
         group = groups.pop((contract.kind, contract.axes), [])
@@ -216,7 +217,7 @@ def differences(rows: Sequence[CensusRow | CompiledRow], expected: Sequence[Coll
         if not group and contract.times != 0:
             lines.append(f"- expected {contract}; there is none")
         elif contract.times not in (None, actual.times) or contract.sent not in (None, actual.sent):
-            if contract.sent is None:
+            if contract.sent is None:  # nobody asked for the bytes
                 actual = actual._replace(sent=None)
             lines.append(f"- expected {contract}; found {actual}{_list_places(group)}")
     # What no contract has taken out.
@@ -232,9 +233,10 @@ def narrow_sums(rows: Sequence[CensusRow], expected: Any) -> list[str]:
     """
     groups: dict[tuple[str, tuple[str, ...], str, str], list[CensusRow]] = {}
     for row in rows:
-        for dtype in _expected_dtypes(row, expected):
+        for dtype in _list_expected_dtypes(row, expected):
             if not at_least_as_wide(row.sums, dtype):
-                groups.setdefault((str(jnp.dtype(dtype)), row.axes, row.kind, row.sums), []).append(row)
+                key = (str(jnp.dtype(dtype)), row.axes, row.kind, row.sums)
+                groups.setdefault(key, []).append(row)
                 # A sum over two axes that ask for different dtypes is one line.
                 break
     lines = []
@@ -244,13 +246,17 @@ def narrow_sums(rows: Sequence[CensusRow], expected: Any) -> list[str]:
     return lines
 
 
-def _expected_dtypes(row: CensusRow, expected: Any) -> list[Any]:
+def _list_expected_dtypes(row: CensusRow, expected: Any) -> list[Any]:
     """The dtypes that are asked of what a row adds; none where one device adds nothing."""
     if row.n == 1 or not row.sums:
         return []
-    if isinstance(expected, Mapping):
-        return [expected[axis] for axis in row.axes if axis in expected]
-    return [expected]
+    if not isinstance(expected, Mapping):
+        return [expected]
+    dtypes = []
+    for axis in row.axes:
+        if axis in expected:
+            dtypes.append(expected[axis])
+    return dtypes
 
 
 def at_least_as_wide(sums: str, expected: Any) -> bool:

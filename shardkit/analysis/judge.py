@@ -25,7 +25,7 @@ from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import format_bytes, format_versions, plain_row, read_row
 from shardkit.analysis.hlo.topology import parse_topology, tracing_for
-from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes
+from shardkit.analysis.jaxpr.census import Census, CensusRow, mesh_sizes, select_rows
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.analysis.rules import TRACE_RULES, Finding
 from shardkit.analysis.rules.program import TracedProgram, in_one_sentence
@@ -76,11 +76,8 @@ class Audit:
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
         """Bytes sent per device and call: as compiled, or as written if it was only traced."""
-        total = Fraction(0)
-        for row in self._sending_rows():
-            if axis in (None, *row.axes) and kind in (None, row.kind):
-                total += row.total
-        return total
+        rows = select_rows(self._sending_rows(), axis, kind)
+        return sum((row.total for row in rows), Fraction(0))
 
     def to_json(self) -> str:
         """Everything in the audit; `from_json` reads it back."""
@@ -89,6 +86,7 @@ class Audit:
         data["findings"] = [finding._asdict() for finding in self.findings]
         data["rows"] = [plain_row(row) for row in self.rows]
         data["census"] = [plain_row(row) for row in self.census.rows]
+        # For readers of the file: `from_json` leaves these figures out.
         derived: dict[str, float] = {}
         if self.memory:
             derived["held"] = self.memory.held
@@ -114,7 +112,8 @@ class Audit:
             )
         if data["memory"] is not None:
             data["memory"] = Memory(**data["memory"])
-        data["census"] = Census(tuple(CensusRow(**read_row(row)) for row in data["census"]))
+        census_rows = tuple(CensusRow(**read_row(row)) for row in data["census"])
+        data["census"] = Census(census_rows)
         data["rows"] = tuple(CompiledRow(**read_row(row)) for row in data["rows"])
         data["findings"] = tuple(Finding(**finding) for finding in data["findings"])
         data["skipped"] = tuple(data["skipped"])

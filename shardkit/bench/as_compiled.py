@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -21,11 +22,12 @@ from shardkit.cost import Chip, hardware, wire
 _SHOWN = 4  # groups, and devices of one that is no range
 
 
-def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | None = None) -> Record:
+def read_program(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | None = None) -> Record:
     """Fields of a record: what one of the `calls` of a kernel in a program sends, as written and as compiled.
 
     `hops` are messages one after the other; None: as the census lists them.
     """
+    # The program is a loop of `calls` calls: the census and the compiled rows count all of them.
     written = census_of(traced.jaxpr.jaxpr)
     compiled = executable.runtime_executable().hlo_modules()[0]
     module = proto.read(compiled.as_serialized_hlo_module_proto())
@@ -40,7 +42,6 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
         texts.append(text)
         entries.append({"kind": kind, "times": times, "groups": groups})
     if hops is None:
-        # The program is a loop of `calls` calls, and the census counts all of them.
         hops = sum(_count_hops(row) for row in written.rows) // calls
     chip_name = None
     chip_us = None
@@ -48,10 +49,11 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
         chip_name = chip.name
         seconds = sum(row.seconds * row.times for row in rows)
         chip_us = 1e6 * seconds / calls
+    wire_bytes = sum((row.total for row in rows), Fraction(0))
     return {
         "hops": hops,
         "written_bytes": float(written.sent() / calls),
-        "wire_bytes": float(sum((row.total for row in rows), 0) / calls),
+        "wire_bytes": float(wire_bytes / calls),
         "compiled": "; ".join(texts) or "none",
         "compiled_groups": entries,
         "chip": chip_name,
@@ -66,7 +68,7 @@ def _choose_clock(mesh: Mesh, chip: Chip | None) -> Clock:
     platform = mesh.devices.flat[0].platform
     if platform == "gpu":
         platform = "cuda"
-    return clock_of(platform, chip, places(mesh))
+    return clock_of(platform, chip, list_places(mesh))
 
 
 def _count_executions(module: proto.Module, rows: Sequence[CompiledRow], calls: int) -> dict[tuple[str, Groups], float]:
@@ -86,17 +88,19 @@ def _count_executions(module: proto.Module, rows: Sequence[CompiledRow], calls: 
     return times
 
 
-def physical(mesh: Mesh, axes: Sequence[str]) -> str:
+def describe_dims(mesh: Mesh, axes: Sequence[str]) -> str:
     """The dims of the machine along which the devices of a group differ: "x, y" of a torus, hosts, or nothing known."""
-    positions = [mesh.axis_names.index(axis) for axis in axes]
+    # The axes of the group first: [devices of a group, groups]. The first group stands for all.
+    dims = [mesh.axis_names.index(axis) for axis in axes]
     n = math.prod(mesh.shape[axis] for axis in axes)
-    # [devices of a group, groups], of which the first group stands for all.
-    group = np.moveaxis(mesh.devices, positions, range(len(positions))).reshape(n, -1)[:, 0]
+    groups = np.moveaxis(mesh.devices, dims, range(len(dims))).reshape(n, -1)
+    group = groups[:, 0]
     coords = [_coords(device) for device in group]
     names = []
-    for dim, positions_along in enumerate(zip(*coords, strict=True)):
-        if len(set(positions_along)) > 1:
-            names.append("xyz"[dim])
+    # Of devices without coordinates there is no dim to go through.
+    for name, coordinates in zip("xyz", zip(*coords, strict=True), strict=False):
+        if len(set(coordinates)) > 1:
+            names.append(name)
     cores = {getattr(device, "core_on_chip", 0) for device in group}
     if coords[0] and len(cores) > 1:
         names.append("core")
@@ -114,12 +118,15 @@ def chip_of(mesh: Mesh) -> Chip | None:
     return hardware.chip_of(mesh.devices.flat[0].device_kind)
 
 
-def places(mesh: Mesh) -> list[tuple[int, ...]]:
+def list_places(mesh: Mesh) -> list[tuple[int, ...]]:
     """Where each device is, as `clock_of` takes it: on a torus, or (slice, host, GPU)."""
     result = []
     for device in mesh.devices.flat:
-        slice_index = getattr(device, "slice_index", None) or 0
-        result.append(_coords(device) or (slice_index, device.process_index, device.id))
+        place = _coords(device)
+        if not place:
+            slice_index = getattr(device, "slice_index", None) or 0
+            place = (slice_index, device.process_index, device.id)
+        result.append(place)
     return result
 
 
@@ -128,51 +135,59 @@ def describe_groups(kind: str, groups: Groups) -> str:
     if not groups:
         return "{all}"
     if kind == "ppermute":
-        texts = _chains(groups)
+        texts = _describe_chains(groups)
     else:
-        texts = [f"{{{_range(group)}}}" for group in groups]
+        texts = ["{" + _describe_range(group) + "}" for group in groups]
     if len(texts) <= _SHOWN:
         return " ".join(texts)
     return f"{' '.join(texts[:_SHOWN])} .. ({len(texts)})"
 
 
-def _chains(pairs: Groups) -> list[str]:
+def _describe_chains(pairs: Groups) -> list[str]:
     """A permute as chains, those that end first; devices that send to themselves are left out.
 
     For example (0, 1), (1, 0), (2, 3), (4, 4) are "2>3" and "0>1>0".
     """
-    target_of = {source: target for source, target in pairs if source != target}
+    target_of = {}
+    for source, target in pairs:
+        if source != target:
+            target_of[source] = target
     # A chain that ends begins at a device to which no other sends. When those are taken out, only rings are left.
-    ends_first = sorted(set(target_of) - set(target_of.values()))
-    starts = [*ends_first, *sorted(target_of)]
+    starts = sorted(target_of.keys() - set(target_of.values()))
+    starts += sorted(target_of)
     texts: list[str] = []
     for start in starts:
         chain = [start]
         while chain[-1] in target_of:
             chain.append(target_of.pop(chain[-1]))
-        names = [str(device) for device in chain]
-        if len(names) > 9:
-            names = [*names[:3], "..", *names[-2:]]
-        if len(names) > 1:
-            texts.append(">".join(names))
+        if len(chain) > 1:
+            texts.append(">".join(_shorten(chain, most=9, first=3, last=2)))
     return texts
 
 
-def _range(group: Sequence[int]) -> str:
-    if len(group) > 2 and list(group) == list(range(group[0], group[0] + len(group))):
-        return f"{group[0]}-{group[-1]}"
-    names = [str(device) for device in group]
-    if len(names) > 2 * _SHOWN:
-        names = [*names[:2], "..", names[-1]]
-    return ",".join(names)
+def _describe_range(group: Sequence[int]) -> str:
+    """The devices of a group: "0-3" of neighbours, "0,4" or "0,2,..,30" of others."""
+    first = group[0]
+    if len(group) > 2 and list(group) == list(range(first, first + len(group))):
+        return f"{first}-{group[-1]}"
+    return ",".join(_shorten(group, most=2 * _SHOWN, first=2, last=1))
+
+
+def _shorten(devices: Sequence[int], *, most: int, first: int, last: int) -> list[str]:
+    """The numbers of devices as text; of more than `most` the first ones and the last."""
+    names = [str(device) for device in devices]
+    if len(names) > most:
+        names[first:-last] = [".."]
+    return names
 
 
 def _count_hops(row: CensusRow) -> int:
-    if row.kind == "ppermute":
-        hops = int(row.sent > 0)  # sending to itself is none
-    else:
-        hops = wire(row.kind, row.bytes_in, row.n).hops
-    return hops * row.times
+    """Messages one after the other, in all executions of a collective."""
+    if row.kind != "ppermute":
+        return row.times * wire(row.kind, row.bytes_in, row.n).hops
+    if row.sent == 0:  # each device sends to itself
+        return 0
+    return row.times
 
 
 def _coords(device: jax.Device) -> tuple[int, ...]:

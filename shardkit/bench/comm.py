@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -83,13 +84,14 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     mesh = sweep.mesh
     n = sweep.n
     options = operation.arguments(sweep.redop, n, count)
-    # Every device begins with other numbers. The reference sees them as blocks along the mesh's axes.
-    block = operations.values(sweep.dtype, mesh.size, n, operation.block(n, count))
+    # Every device begins with other numbers. The reference sees them as blocks along the mesh's axes: of data=4,
+    # model=2 and 100 elements a device, [8, 100] as [4, 2, 100].
+    block = operations.make_values(sweep.dtype, mesh.size, n, operation.block(n, count))
     by_axes = block.reshape(*mesh.devices.shape, -1)
-    expected = reference.over_mesh(partial(operation.reference, **options), by_axes, dict(mesh.shape), sweep.axes)
-    expected = expected.reshape(mesh.size, -1)
+    compute = partial(operation.reference, **options)
+    expected = reference.over_mesh(compute, by_axes, dict(mesh.shape), sweep.axes).reshape(mesh.size, -1)
     x = place(block, mesh, P(tuple(mesh.axis_names)))
-    poison = operations.poison(sweep.dtype)
+    poison = operations.make_poison(sweep.dtype)
     axis: checks.Axis = sweep.axes
     if len(sweep.axes) == 1:
         axis = sweep.axes[0]
@@ -97,7 +99,7 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
     compared: dict[str, Compared] = {}
     cases = []
     for name, way in sweep.ways.items():
-        bound = operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes)
+        bound = operations.bound_error(way, sweep.dtype, sweep.redop, block, sweep.sizes)
         compared[name] = Compared(expected, bound)
         kernel = _bind(way.kernel, axis, options)
         timed = case(name, kernel, x, poison, expected, mesh, compared[name])
@@ -120,7 +122,12 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
 
 
 def _bind(kernel: Callable[..., Any], axis: checks.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
-    return lambda x: kernel(x, axis, **options)
+    """A kernel of an array alone."""
+
+    def run(x: jax.Array) -> Any:
+        return kernel(x, axis, **options)
+
+    return run
 
 
 def _describe_sweep(sweep: Sweep, count: int) -> Record:
@@ -133,7 +140,7 @@ def _describe_sweep(sweep: Sweep, count: int) -> Record:
         "mesh": dict(sweep.mesh.shape),
         "axes": ", ".join(sweep.axes),
         "n": sweep.n,
-        "physical": as_compiled.physical(sweep.mesh, sweep.axes),
+        "physical": as_compiled.describe_dims(sweep.mesh, sweep.axes),
     }
 
 
@@ -144,7 +151,7 @@ def _read_program(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | Non
     # `repeated` is cached, so that this is the very function that is timed, in either mode.
     program: Any = case.repeated(calls)
     traced = program.trace(case.carry, *case.args)
-    return as_compiled.reading(traced, traced.lower().compile(), mesh, calls, hops)
+    return as_compiled.read_program(traced, traced.lower().compile(), mesh, calls, hops)
 
 
 def _add_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
@@ -166,8 +173,9 @@ def _add_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
         "of_chip": of_chip,
     }
     # The long ones stay last, for whoever reads a line of the file.
-    last = {key: record.pop(key) for key in ("samples", "environment")}
-    return record | figures | last
+    samples = record.pop("samples")
+    where = record.pop("environment")
+    return record | figures | {"samples": samples, "environment": where}
 
 
 def _add_fit(records: list[Record]) -> None:
@@ -194,15 +202,15 @@ def table(records: Sequence[Record]) -> str:
     Returns:
         Lines of text; docs/benchmarks/collectives.md says what the columns are.
     """
-    columns = dict(_COLUMNS)
+    columns = list(_COLUMNS)
     # Simulated devices are no chip, and would leave these columns empty.
     if records[0]["chip"] is None:
-        del columns["chip us"]
-        del columns["of chip"]
-    rows = [tuple(columns)]
+        columns = [column for column in columns if column.field not in ("chip_us", "of_chip")]
+    rows = [tuple(column.heading for column in columns)]
     for record in records:
-        rows.append(tuple(format_cell(record) for format_cell in columns.values()))
-    lines = [_title(records[0]), layout.table(rows), *_describe_fits(records)]
+        rows.append(tuple(_format_cell(record, column) for column in columns))
+    lines = [_format_title(records[0]), layout.table(rows)]
+    lines += _describe_fits(records)
     for record in records:
         if record["wrong"]:
             # Each process keeps the first wrong element of its own devices; only numbers are added up over processes.
@@ -211,7 +219,7 @@ def table(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _title(record: Record) -> str:
+def _format_title(record: Record) -> str:
     """As "all_reduce sum over data (mesh data=4, model=2, along x)"."""
     title = record["op"]
     if record["redop"] != "none":
@@ -246,33 +254,42 @@ def describe_fit(fit: Fit, sizes: int) -> str:
     return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, {precision}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.{digits}f}"
+class _Column(NamedTuple):
+    """A column of the table: its heading, the field of the records that it shows, and how `format` writes it."""
+
+    heading: str
+    field: str
+    form: str = ""
 
 
-_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
-    ("impl", lambda r: r["impl"]),
-    ("size B", lambda r: f"{r['size']}"),
-    ("count", lambda r: f"{r['count']}"),
-    ("type", lambda r: r["dtype"]),
-    ("redop", lambda r: r["redop"]),
-    ("time us", lambda r: _number(r["wall_us_median"], 1)),
-    ("algbw GB/s", lambda r: _number(r["algbw_GBps"], 3)),
-    ("busbw GB/s", lambda r: _number(r["busbw_GBps"], 3)),
-    ("#wrong", lambda r: f"{r['wrong']}"),
-    ("sent B", lambda r: f"{r['written_bytes']:.10g}"),
-    ("wire B", lambda r: f"{r['wire_bytes']:.10g}"),
-    ("hops", lambda r: f"{r['hops']}"),
-    ("p50", lambda r: _number(r["wall_us_median"], 1)),
-    ("p90", lambda r: _number(r["wall_us_p90"], 1)),
-    ("p99", lambda r: _number(r["wall_us_p99"], 1)),
-    ("min", lambda r: _number(r["wall_us_min"], 1)),
-    ("max", lambda r: _number(r["wall_us_max"], 1)),
-    ("chip us", lambda r: _number(r["chip_us"], 1)),
-    ("of chip", lambda r: _number(r["of_chip"], 2)),
-    ("fit us", lambda r: _number(r["fit_us"], 1)),
-    ("of fit", lambda r: _number(r["of_fit"], 2)),
-    ("as compiled", lambda r: r["compiled"]),
+_COLUMNS = (
+    _Column("impl", "impl"),
+    _Column("size B", "size"),
+    _Column("count", "count"),
+    _Column("type", "dtype"),
+    _Column("redop", "redop"),
+    _Column("time us", "wall_us_median", ".1f"),
+    _Column("algbw GB/s", "algbw_GBps", ".3f"),
+    _Column("busbw GB/s", "busbw_GBps", ".3f"),
+    _Column("#wrong", "wrong"),
+    _Column("sent B", "written_bytes", ".10g"),
+    _Column("wire B", "wire_bytes", ".10g"),
+    _Column("hops", "hops"),
+    _Column("p50", "wall_us_median", ".1f"),
+    _Column("p90", "wall_us_p90", ".1f"),
+    _Column("p99", "wall_us_p99", ".1f"),
+    _Column("min", "wall_us_min", ".1f"),
+    _Column("max", "wall_us_max", ".1f"),
+    _Column("chip us", "chip_us", ".1f"),
+    _Column("of chip", "of_chip", ".2f"),
+    _Column("fit us", "fit_us", ".1f"),
+    _Column("of fit", "of_fit", ".2f"),
+    _Column("as compiled", "compiled"),
 )
+
+
+def _format_cell(record: Record, column: _Column) -> str:
+    value = record[column.field]
+    if value is None:  # as the bus bandwidth of what nccl-tests does not have
+        return "-"
+    return format(value, column.form)

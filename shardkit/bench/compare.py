@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -179,7 +178,10 @@ def _separate_runs(records: Sequence[Record]) -> list[dict[str, Record]]:
         if not row_runs or case in row_runs[-1]:
             row_runs.append({})
         row_runs[-1][case] = record
-    return list(itertools.chain(*runs.values()))
+    all_runs: list[dict[str, Record]] = []
+    for row_runs in runs.values():
+        all_runs += row_runs
+    return all_runs
 
 
 def _read_times(name: str, record: Record, run: dict[str, Record]) -> _Times:
@@ -208,13 +210,12 @@ def _key(record: Record) -> _Key:
 def _compare_case(
     key: _Key, before: _Times | None, after: _Times | None, threshold: float, generator: np.random.Generator
 ) -> Change:
-    if before is None or after is None:
-        file = "old"
-        if before is None:
-            file = "new"
-        return _without_numbers(key, "", f"only in {file}")
+    if before is None:
+        return _make_empty_change(key, "", "only in new")
+    if after is None:
+        return _make_empty_change(key, "", "only in old")
     if before.measure != after.measure:  # a ratio to another baseline says nothing of the case
-        return _without_numbers(key, f"{before.measure}; {after.measure}", "not comparable")
+        return _make_empty_change(key, f"{before.measure}; {after.measure}", "not comparable")
     new_ratios = _resample_ratios(after.pairs, generator)
     old_ratios = _resample_ratios(before.pairs, generator)
     low, high = np.percentile(new_ratios / old_ratios - 1, _LEVEL)
@@ -230,7 +231,7 @@ def _compare_case(
     return Change(*key, after.measure, old, new, change, float(low), float(high), verdict)
 
 
-def _without_numbers(key: _Key, measure: str, verdict: str) -> Change:
+def _make_empty_change(key: _Key, measure: str, verdict: str) -> Change:
     nan = float("nan")
     return Change(*key, measure, nan, nan, nan, nan, nan, verdict)
 

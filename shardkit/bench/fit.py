@@ -55,6 +55,34 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
 
     Source: Hockney, The Communication Challenge for MPP (1994).
     """
+    rows = _read_rows(records)
+    # Rows that are multiples of each other, as of one size measured twice, have many solutions. Hops and bytes are
+    # divided by the largest of each, so that the rank does not depend on their units.
+    causes = rows[:, :2]
+    largest = np.maximum(causes.max(axis=0, initial=0), 1)
+    if np.linalg.matrix_rank(causes / largest) < 2:
+        sizes = len(np.unique(causes, axis=0))
+        raise ValueError(
+            "alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got "
+            f"{format_count(len(rows), 'usable record')} of {format_count(sizes, 'size')}. "
+            "Measure more sizes."
+        )
+    # hops * latency + bytes * slope = seconds, divided by the seconds: each row asks for 1. Worked example: 14 hops and
+    # 1e6 bytes in 1.07e-3 s are the row 13084 * latency + 9.3e8 * slope = 1, which 5e-6 s and 1e-9 s/byte solve.
+    shares = causes / rows[:, 2:]
+    solution = _solve(shares)
+    # Each row was divided by its time, so that this is (fitted - measured) / measured.
+    errors = shares @ solution - 1
+    residual = float(np.sqrt(np.mean(np.square(errors))))
+    latency, slope = map(float, solution)
+    bandwidth = math.inf
+    if slope:
+        bandwidth = 1 / slope
+    return Fit(latency, bandwidth, residual)
+
+
+def _read_rows(records: Iterable[Record]) -> np.ndarray:
+    """Hops, bytes and seconds of the records that have all three and no wrong element, [records, 3]."""
     rows = []
     for record in records:
         hops = record.get("hops")
@@ -64,22 +92,14 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
             continue
         if time > 0:
             rows.append((hops, sent, time / 1e6))
-    table = np.array(rows, float).reshape(-1, 3)
-    causes = table[:, :2]  # hops and bytes
-    seconds = table[:, 2:]
-    # hops * latency + bytes * slope = seconds, divided by the seconds: each row asks for 1. Worked example: 14 hops and
-    # 1e6 bytes in 1.07e-3 s are the row 13084 * latency + 9.3e8 * slope = 1, which 5e-6 s and 1e-9 s/byte solve.
-    shares = causes / seconds
-    # Its columns are of sizes as far apart as 1e4 and 1e9: each is divided by its largest element, for lstsq.
+    return np.array(rows, float).reshape(-1, 3)
+
+
+def _solve(shares: np.ndarray) -> np.ndarray:
+    """The two numbers of at least 0 with which `shares @ solution` is nearest to ones."""
+    # The columns are as far apart as 1e4 and 1e9: each is divided by its largest element, for lstsq.
     scale = np.maximum(shares.max(axis=0, initial=0), 1e-300)
-    # Rows that are multiples of each other, as of one size measured twice, have many solutions.
-    if np.linalg.matrix_rank(causes / np.maximum(causes.max(axis=0, initial=0), 1)) < 2:
-        raise ValueError(
-            "alpha_beta: records must be of at least two sizes to tell latency from bandwidth; got "
-            f"{format_count(len(rows), 'usable record')} of {format_count(len({row[:2] for row in rows}), 'size')}. "
-            "Measure more sizes."
-        )
-    solution, *_ = np.linalg.lstsq(shares / scale, np.ones(len(rows)), rcond=None)
+    solution, *_ = np.linalg.lstsq(shares / scale, np.ones(len(shares)), rcond=None)
     solution = solution / scale
     if solution.min() < 0:
         # The other one alone explains the times: the projection of ones onto its column.
@@ -87,13 +107,7 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
         column = shares[:, positive]
         solution = np.zeros(2)
         solution[positive] = column.sum() / np.square(column).sum()
-    # Each row was divided by its time, so that this is (fitted - measured) / measured.
-    residual = float(np.sqrt(np.mean(np.square(shares @ solution - 1))))
-    latency, slope = map(float, solution)
-    bandwidth = math.inf
-    if slope:
-        bandwidth = 1 / slope
-    return Fit(latency, bandwidth, residual)
+    return solution
 
 
 def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
@@ -154,4 +168,5 @@ def _fit_link(records: Sequence[Record]) -> cost.Link:
             f"bench.links: times must grow with the bytes; over {name_axes(axes)} they do not up to "
             f"{largest:,.0f} bytes. Measure larger sizes."
         )
-    return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
+    day = records[-1]["environment"]["date"][:10]  # of "2026-11-23T12:00:00+00:00"
+    return cost.Link(fit.latency, fit.bandwidth, f"measured on {day}")

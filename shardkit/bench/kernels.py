@@ -42,9 +42,10 @@ class Compared:
 
     def _compare_block(self, shard: Any) -> int:
         """The number of wrong elements of one device."""
+        # A shard is [1, ...], so that it begins at the number of its device; of a single device at None.
         block = np.asarray(shard.data)[0]
-        # A shard is [1, ...], so that it begins at the number of its device.
-        expected = self.expected[shard.index[0].start or 0]
+        number = shard.index[0].start or 0
+        expected = self.expected[number]
         is_right = block == expected
         # Most results are exact, and are spared the two copies in float64.
         if self.bound or not is_right.all():
@@ -57,7 +58,7 @@ class Compared:
         if not is_right.all() and not self.first:
             index = tuple(map(int, np.argwhere(~is_right)[0]))
             self.first = f"device {shard.device.id} at {list(index)}: {block[index]} instead of {expected[index]}"
-        return int(is_right.size - is_right.sum())
+        return int(np.count_nonzero(~is_right))
 
 
 def case(
@@ -90,10 +91,11 @@ def case(
         return _make_loop(kernel, calls, mesh, spec)
 
     def run_once(x: jax.Array) -> Any:
-        return jax.tree.map(lambda leaf: vary(leaf, axes)[None], kernel(x[0]))
+        result = kernel(x[0])
+        return jax.tree.map(lambda leaf: vary(leaf, axes)[None], result)
 
-    result = jax.eval_shape(jax.shard_map(run_once, mesh=mesh, in_specs=spec, out_specs=spec), x)
-    _check_result(name, result, expected)
+    mapped = jax.shard_map(run_once, mesh=mesh, in_specs=spec, out_specs=spec)
+    _check_result(name, jax.eval_shape(mapped, x), expected)
     carry = (x, place(np.broadcast_to(poison, expected.shape), mesh, spec))
     flag = place(np.zeros((), bool), mesh, P())
     # What is compared is the number of wrong elements, which should be 0.

@@ -48,8 +48,9 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
     names = list(runs)
     for number in range(rounds):
         first = number % len(names)
-        rotated = names[first:] + names[:first]
-        results = {name: runs[name]() for name in rotated}
+        results = {}
+        for name in names[first:] + names[:first]:
+            results[name] = runs[name]()
         # In the order of `runs`, because whoever reads a round takes the first case for the baseline.
         yield {name: results[name] for name in names}
 
@@ -78,7 +79,7 @@ def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[st
     statistics: dict[str, dict[str, float]] = {name: {} for name in samples[0]}
     for clock in ("wall", "cpu"):
         times = {}
-        for name in samples[0]:
+        for name in statistics:
             times[name] = np.array([getattr(sample[name], f"{clock}_us") for sample in samples])
         relative = divide_by_round(times)
         for name, row in statistics.items():
@@ -129,11 +130,12 @@ def make_records(
     fields: Mapping[str, Mapping[str, Any]],
 ) -> list[Record]:
     """The records of a row: for each case what is shared, its statistics, its own fields and its samples."""
-    baseline = next(iter(samples[0]))
+    names = list(samples[0])
+    baseline = names[0]
     statistics = summarise(samples, baseline)
     where = environment()
     records = []
-    for name in samples[0]:
+    for name in names:
         times: dict[str, list[float]] = {}
         for field in Sample._fields:
             times[field] = [round(getattr(sample[name], field), 3) for sample in samples]
@@ -253,9 +255,14 @@ def measure(
     samples: list[dict[str, Sample]] = []
     calibrations: list[float] = []
     for number, results in enumerate(interleaved(runs, rounds + 1)):
-        agreement.check_round({name: value for name, (_, value) in results.items()})
+        round_samples = {}
+        round_values = {}
+        for name, (sample, value) in results.items():
+            round_samples[name] = sample
+            round_values[name] = value
+        agreement.check_round(round_values)
         if number > 0:  # the first round compiled
-            samples.append({name: sample for name, (sample, _) in results.items()})
+            samples.append(round_samples)
             calibrations.append(round(calibration(), 1))
     shared = {"mode": mode, "calls": calls, "donate": donate, "tolerance_relative": tolerance}
     fields_by_case: dict[str, dict[str, Any]] = {}
@@ -272,8 +279,12 @@ class _Agreement:
         self._cases = cases
         self._tolerance = tolerance
         self._refuse = refuse
-        self._largest_error = dict.fromkeys((case.name for case in cases), 0.0)
-        self._most_wrong = dict.fromkeys((case.name for case in cases), 0)
+        # By the name of the case, in its worst round.
+        self._largest_error: dict[str, float] = {}
+        self._most_wrong: dict[str, int] = {}
+        for case in cases:
+            self._largest_error[case.name] = 0.0
+            self._most_wrong[case.name] = 0
 
     def check_round(self, values: Mapping[str, Any]) -> None:
         """Compares the values of a round, by case; raises for one that is wrong, if that is refused."""
@@ -284,7 +295,7 @@ class _Agreement:
                 expected = values[baseline]
             error, path, wrong = difference(values[case.name], expected, self._tolerance)
             if wrong and self._refuse:
-                raise _disagreement(self._row, case, baseline, error, path, self._tolerance)
+                raise _make_refusal(self._row, case, baseline, error, path, self._tolerance)
             self._largest_error[case.name] = max(self._largest_error[case.name], error)
             self._most_wrong[case.name] = max(self._most_wrong[case.name], wrong)
 
@@ -304,7 +315,8 @@ def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str
     expected_leaves = dict(jax.tree_util.tree_leaves_with_path(reference))
     if leaves.keys() != expected_leaves.keys():
         # At least 1, or a reference without elements would make another tree right.
-        return np.inf, "(another tree)", sum(np.size(x) for x in expected_leaves.values()) or 1
+        elements = sum(np.size(x) for x in expected_leaves.values())
+        return np.inf, "(another tree)", max(1, elements)
     largest = 0.0
     largest_path = ""
     total_wrong = 0
@@ -359,9 +371,8 @@ def _loop_of_calls(case: Case, calls: int, donate: bool) -> Callable[..., tuple[
 
 
 def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
-    # Every round starts from the same carry, which the loop may consume: from a copy in the same layout.
-    shardings = jax.tree.map(lambda x: x.sharding, case.carry)
-    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+    # Every round starts from the same carry, which the loop may consume.
+    copy = make_copier(case.carry)
 
     def run() -> tuple[Sample, Any]:
         carry = jax.block_until_ready(copy(case.carry))
@@ -385,6 +396,16 @@ def _make_timed_run(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int
     return run
 
 
+def make_copier(arrays: Any) -> Callable[[Any], Any]:
+    """A function that copies a pytree of arrays as these, in the same layout: a step may consume the copy."""
+    shardings = jax.tree.map(lambda x: x.sharding, arrays)
+
+    def copy(tree: Any) -> Any:
+        return jax.tree.map(jnp.copy, tree)
+
+    return jax.jit(copy, out_shardings=shardings)
+
+
 def _to_host(x: Any) -> np.ndarray:
     """A leaf as numbers of numpy; a key, as the state of a training step has one, by its data."""
     if jnp.issubdtype(getattr(x, "dtype", np.float64), jax.dtypes.prng_key):
@@ -392,7 +413,7 @@ def _to_host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def _disagreement(row: str, case: Case, baseline: str, error: float, path: str, tolerance: float) -> ValueError:
+def _make_refusal(row: str, case: Case, baseline: str, error: float, path: str, tolerance: float) -> ValueError:
     """The error for a case that is wrong: by what is expected of it, or by what the baseline returns."""
     subject = "cases"
     standard = repr(baseline)
@@ -425,4 +446,5 @@ def _relative_error(value: Any, reference: Any, tolerance: float) -> tuple[float
         relative = np.where(errors == 0, 0.0, np.inf)
     # NaN > tolerance is False: without this line NaN would count as right.
     relative = np.where(np.isfinite(array), relative, np.inf)
-    return float(relative.max(initial=0)), int((relative > tolerance).sum())
+    wrong = (relative > tolerance).sum()
+    return float(relative.max(initial=0)), int(wrong)

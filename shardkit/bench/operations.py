@@ -56,6 +56,8 @@ def _no_options(n: int, count: int) -> dict[str, Any]:
     return {}
 
 
+# Worked example, of 4 devices, float32 and a size of 100 bytes: 25 elements. An all_reduce takes all of them on each
+# device. An all_gather ends with them on each device, and takes 24, of which a device begins with 6.
 class Operation(NamedTuple):
     """One operation.
 
@@ -290,14 +292,14 @@ _LIST = (
 OPERATIONS: Mapping[str, Operation] = MappingProxyType({operation.name: operation for operation in _LIST})
 
 
-def values(dtype: str, devices: int, n: int, count: int) -> np.ndarray:
+def make_values(dtype: str, devices: int, n: int, count: int) -> np.ndarray:
     """Whole numbers whose sums over n devices are exact in the dtype, in any order: [devices, count], always the same.
 
     Where n ones are too many, each element is zero on all but as many devices as the dtype can count. For example of
     bfloat16, which counts to 256, and 8 devices, elements are -32 to 32; of 512 devices they are -1 to 1, and zero on
     256 of these.
     """
-    limit = exact(dtype)
+    limit = find_exact_limit(dtype)
     largest = max(1, min(_LARGEST, limit // n))
     lowest = -largest
     if dtype.startswith("u"):
@@ -310,8 +312,8 @@ def values(dtype: str, devices: int, n: int, count: int) -> np.ndarray:
     return x.astype(jnp.dtype(dtype))
 
 
-def exact(dtype: str) -> int:
-    """The largest n for which all whole numbers up to n are exact; the largest of all stays for `poison`."""
+def find_exact_limit(dtype: str) -> int:
+    """The largest n for which all whole numbers up to n are exact; the largest of all stays for `make_poison`."""
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
         return int(jnp.iinfo(kind).max) - 1
@@ -320,7 +322,7 @@ def exact(dtype: str) -> int:
     return 2 ** (mantissa_bits + 1)
 
 
-def poison(dtype: str) -> Any:
+def make_poison(dtype: str) -> Any:
     """A value that no right result contains: NaN, or the largest number of an integer dtype."""
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
@@ -328,7 +330,7 @@ def poison(dtype: str) -> Any:
     return kind.type(np.nan)
 
 
-def bound(way: Way, dtype: str, redop: str, x: np.ndarray, sizes: Sequence[int]) -> float:
+def bound_error(way: Way, dtype: str, redop: str, x: np.ndarray, sizes: Sequence[int]) -> float:
     """How far a result may be from the reference: 0, the rounding of a mean, or of what is sent in a small dtype."""
     n = math.prod(sizes)
     largest = float(np.abs(x.astype(np.float64)).max(initial=0))

@@ -18,15 +18,18 @@ from jax.sharding import Mesh
 
 import shardkit as sk
 from shardkit._arguments.checks import at_least, format_sizes, quote
-from shardkit.analysis.hlo.differences import Compiled, read_compiled
+from shardkit.analysis.hlo.differences import read_compiled
 from shardkit.analysis.jaxpr.census import traceable
-from shardkit.bench.measure import Case, difference, measure
+from shardkit.bench.measure import Case, difference, make_copier, measure
 from shardkit.bench.records import Record
 from shardkit.bench.workload import MICROBATCHES, OptimizerName, Workload, cases_of
 from shardkit.meshes.layout import table
 
 MIB = 2**20
 _OTHER_ORDER = 10  # results may differ by so many times what the order of one device's own sums changes
+
+
+def _say_nothing(name: str) -> None: ...
 
 
 def strategies(
@@ -39,7 +42,7 @@ def strategies(
     calls: int = 1,
     rounds: int = 100,
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str], None] = _say_nothing,
 ) -> list[Record]:
     """Measures one model under every plan that fits the mesh; the first record belongs to one device.
 
@@ -77,29 +80,11 @@ def strategies(
     at_least("strategies", 1, calls=calls, rounds=rounds)
     _check(work, mesh)
     cases = {**cases_of(work, mesh, optimizer), **beside}
-    names = list(cases)
-    for name in only:
-        if name not in names:
-            raise ValueError(
-                f"strategies: --only must name cases that fit the mesh; got {name!r}; these fit: {quote(names[1:])}. "
-                "Pass some of them."
-            )
-    chosen = names
-    if only:
-        # One device always takes part, because all ratios are to it.
-        chosen = [name for name in names if name == names[0] or name in only]
     programs = []
-    for name in chosen:
+    for name in _choose_names(list(cases), only):
         progress(name)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
-            program, compiled = _compile(cases[name](), compiler_options)
-        fields = {
-            "held_bytes": compiled.memory.held,
-            "temp_bytes": compiled.memory.temp,
-            "written_bytes": float(compiled.census.sent()),
-            "wire_bytes": float(sum(row.total for row in compiled.rows)),
-        }
-        programs.append(program._replace(fields=fields))
+            programs.append(_compile(cases[name](), compiler_options))
     return measure(
         "strategies",
         format_sizes(mesh.shape.items()),
@@ -110,6 +95,20 @@ def strategies(
         tolerance=_find_tolerance(programs[0]),
         refuse=False,
     )
+
+
+def _choose_names(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """The cases to measure: all, or those in `only`, and in either case one device, to which all ratios are."""
+    one_device, *plans = names
+    for name in only:
+        if name not in names:
+            raise ValueError(
+                f"strategies: --only must name cases that fit the mesh; got {name!r}; these fit: {quote(plans)}. "
+                "Pass some of them."
+            )
+    if only:
+        plans = [name for name in plans if name in only]
+    return [one_device, *plans]
 
 
 def text(records: Sequence[Record]) -> str:
@@ -169,14 +168,15 @@ def _check(work: Workload, mesh: Mesh) -> None:
         else:
             counts.add(0)
     parts = mesh.size * MICROBATCHES
-    if len(counts) != 1 or not max(counts) or max(counts) % parts:
+    examples = max(counts, default=0)
+    if len(counts) != 1 or not examples or examples % parts:
         raise ValueError(
             "strategies: dim 0 of every array of the batch must be the example, divisible by devices x microbatches; "
             f"got {', '.join(map(str, sorted(counts)))} for {mesh.size} x {MICROBATCHES}. Pass {parts} examples."
         )
 
 
-def _compile(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
+def _compile(case: Case, options: Mapping[str, Any]) -> Case:
     """The case compiled, once for reading and timing, with one thread for each device."""
     traced = traceable(case.step).trace(case.carry, *case.args)
     # A simulated device is one thread, because how a pool divides work is noise.
@@ -186,13 +186,19 @@ def _compile(case: Case, options: Mapping[str, Any]) -> tuple[Case, Compiled]:
     compiler_options |= options
     program = traced.lower().compile(compiler_options=compiler_options)
     compiled = read_compiled(traced, program, (case.carry, *case.args))
+    fields = {
+        "held_bytes": compiled.memory.held,
+        "temp_bytes": compiled.memory.temp,
+        "written_bytes": float(compiled.census.sent()),
+        "wire_bytes": float(sum(row.total for row in compiled.rows)),
+    }
     # What is timed is the compiled program itself, without the Python of a step around it.
     carry = case.carry
     args = case.args
     if isinstance(carry, sk.TrainState):  # the key of a step stays outside jit
         args = (carry.key, *args)
         carry = carry._replace(key=None)
-    return Case(case.name, program, carry, args, _select_results), compiled
+    return Case(case.name, program, carry, args, checked=_select_results, fields=fields)
 
 
 def _select_results(carry: Any, value: Any) -> Any:
@@ -209,19 +215,21 @@ def _select_results(carry: Any, value: Any) -> Any:
 def _find_tolerance(one_device: Case) -> float:
     """Of results relative to each leaf's largest element, from what the order of sums changes on one device."""
     [batch] = one_device.args
-    shardings = jax.tree.map(lambda x: x.sharding, one_device.carry)
-    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+    copy = make_copier(one_device.carry)
 
     def run(batch: Any) -> Any:
         carry, value = one_device.step(copy(one_device.carry), batch)
         return jax.tree.map(np.asarray, _select_results(carry, value))
 
+    def reverse(x: jax.Array) -> jax.Array:
+        return jax.device_put(jnp.flip(x, 0), x.sharding)
+
     # The same examples in another order: each sum over the batch is rounded otherwise, and nothing else changes.
     results = run(batch)
-    reversed_batch = jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), batch)
-    changed, _, _ = difference(run(reversed_batch), results, 0.0)
+    changed, _, _ = difference(run(jax.tree.map(reverse, batch)), results, 0.0)
     result_dtypes = {x.dtype for x in jax.tree.leaves(results)}
     epsilon = max(float(jnp.finfo(dtype).eps) for dtype in result_dtypes)
     # The roundings of a sum of n terms have random signs, and grow as sqrt(n).
     elements = max(x.size for x in jax.tree.leaves(batch))
-    return float(max(epsilon * (4 + elements**0.5), _OTHER_ORDER * changed))
+    least = epsilon * (4 + elements**0.5)
+    return float(max(least, _OTHER_ORDER * changed))

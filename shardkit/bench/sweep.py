@@ -102,30 +102,40 @@ def sweeps(
     elif user_ways:
         # A user's kernels are measured alone, unless `impls` names others to stand beside them.
         names = ()
-    # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
-    are_both_named = impls is not None and ops is not None
     result = []
-    reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
+    first_reasons: dict[str, str] = {}  # for each implementation, the first reason why an operation lacks it
     for operation, dtype in itertools.product(chosen, dtypes):
         for redop in _choose_redops(operation, redops, ops is not None):
-            ways: dict[str, Way] = {}
-            for name in names:
-                reason = _why_lacking(operation, name, redop, dtype, axes)
-                if not reason:
-                    ways[name] = operation.ways[name]
-                elif are_both_named:
-                    raise ValueError(reason)
-                else:
-                    reasons.setdefault(name, reason)
+            ways, reasons = _choose_ways(operation, names, redop, dtype, axes)
+            # "all operations by ring" leaves out those that have none; "broadcast by ring" is a mistake.
+            if reasons and impls is not None and ops is not None:
+                raise ValueError(next(iter(reasons.values())))
+            first_reasons = reasons | first_reasons
             if ways or user_ways:
                 _check_signatures(user_ways, operation, redop, axes)
                 counts = _choose_counts(operation, mesh, axes, dtype, sizes)
                 result.append(Sweep(operation, ways | user_ways, redop, dtype, counts, mesh, axes))
     # An implementation that was named and is in no table is a mistake, even if there are other tables.
     for name in impls or ():
-        if not any(name in sweep.ways for sweep in result):
-            raise ValueError(reasons[name])
+        is_measured = any(name in sweep.ways for sweep in result)
+        if not is_measured:
+            raise ValueError(first_reasons[name])
     return result
+
+
+def _choose_ways(
+    operation: Operation, names: Sequence[str], redop: str, dtype: str, axes: tuple[str, ...]
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """The implementations of these names that an operation has, and of all others why it lacks them."""
+    ways = {}
+    reasons = {}
+    for name in names:
+        reason = _explain_lack(operation, name, redop, dtype, axes)
+        if reason:
+            reasons[name] = reason
+        else:
+            ways[name] = operation.ways[name]
+    return ways, reasons
 
 
 def _choose_axes(mesh: Mesh, axis: checks.Axis | None) -> tuple[str, ...]:
@@ -176,12 +186,13 @@ def _choose_operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> lis
         )
     if ops is None:
         return list(OPERATIONS.values())
+    known_names = tuple(OPERATIONS)
     try:
-        names = [checks.spelled(WHERE, "op", name, tuple(OPERATIONS), _OTHER_NAMES) for name in ops]
+        names = [checks.spelled(WHERE, "op", name, known_names, _OTHER_NAMES) for name in ops]
     except ValueError:
         if not kernels:
             raise
-        unknown = [name for name in ops if name not in {*OPERATIONS, *_OTHER_NAMES}]
+        unknown = [name for name in ops if name not in (*known_names, *_OTHER_NAMES)]
         raise ValueError(
             f"{WHERE}: a kernel must have a reference to be compared with; there is none for {unknown[0]!r}, only for "
             f"{checks.quote(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
@@ -201,7 +212,7 @@ def _choose_redops(operation: Operation, redops: Sequence[str], is_named: bool) 
     return [redop for redop in redops if redop in operation.redops]
 
 
-def _why_lacking(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[str, ...]) -> str:
+def _explain_lack(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[str, ...]) -> str:
     """Why an operation has no such implementation here, or nothing."""
     if name not in operation.ways:
         subject = operation.name

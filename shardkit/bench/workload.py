@@ -52,12 +52,12 @@ class Workload(NamedTuple):
 class PlanCase(NamedTuple):
     """A plan, and how the reference transformer communicates under it."""
 
-    held: str
+    held: str  # the name of the case: how the plan holds parameters and moments
     plan: sk.Plan
-    axes: Axes = ONE_DEVICE
-    by_layer: bool = False
+    axes: Axes = ONE_DEVICE  # over which the transformer communicates
+    by_layer: bool = False  # whether parameters are gathered layer by layer
     jit: bool = True  # whether jit's step, without constraints, is another one than that of the case before
-    manual: Any = None
+    manual: Any = None  # the axes of shard_map, where the partitioner has another one; None: all
 
 
 def reference(config: transformer.Config, examples: int, tokens: int) -> Workload:
@@ -90,13 +90,21 @@ def list_plans(sizes: Mapping[str, int], work: Workload) -> list[PlanCase]:
     model = sizes.get("model", 1)
     data = sizes.get("data", 1)
     config = work.config
-    cases = [PlanCase("dp", sk.dp(axes)), PlanCase("zero1", sk.zero1(axes)), PlanCase("fsdp", sk.fsdp(axes))]
+    # Of data parallelism, over all devices.
+    cases = [
+        PlanCase("dp", sk.dp(axes)),
+        PlanCase("zero1", sk.zero1(axes)),
+        PlanCase("fsdp", sk.fsdp(axes)),
+    ]
     if config is not None:
-        cases.append(PlanCase("fsdp, by layer", sk.fsdp(axes, layerwise=LAYERS), by_layer=True, jit=False))
+        by_layer = sk.fsdp(axes, layerwise=LAYERS)
+        cases.append(PlanCase("fsdp, by layer", by_layer, by_layer=True, jit=False))
+    # Over "model" the partitioner completes what the rules say.
     if model > 1 and work.rules is not None and data > 1:
         cases.append(PlanCase("fsdp x rules", sk.fsdp("data"), manual="data"))
     if config is None or not _has_columns(sizes, config):
         return cases
+    # Of tensor parallelism over "model", alone or beside data parallelism over "data".
     rules = transformer.tensor_rules(config, "model", model)
     tp = sk.tp("model", rules)
     tp_sequence = sk.tp("model", rules, sequence=True)
@@ -107,10 +115,10 @@ def list_plans(sizes: Mapping[str, int], work: Workload) -> list[PlanCase]:
         cases.append(PlanCase("tp, sequence", tp_sequence, sequence_axes, jit=False))
         return cases
     fsdp = sk.fsdp("data", layerwise=LAYERS)
+    fsdp_sequence = sk.chain(fsdp, tp_sequence)
     cases.append(PlanCase("dp x tp", sk.chain(sk.dp("data"), tp), tp_axes))
     cases.append(PlanCase("fsdp x tp", sk.chain(fsdp, tp), tp_axes, by_layer=True))
-    name = "fsdp x tp, sequence"
-    cases.append(PlanCase(name, sk.chain(fsdp, tp_sequence), sequence_axes, by_layer=True, jit=False))
+    cases.append(PlanCase("fsdp x tp, sequence", fsdp_sequence, sequence_axes, by_layer=True, jit=False))
     return cases
 
 
@@ -118,18 +126,18 @@ def explain_left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
     """Why some cases do not fit the mesh, in a sentence each."""
     model = sizes.get("model", 1)
     config = work.config
-    reasons = []
     if model == 1:
-        reasons.append("tensor parallelism and pipelines, which need an axis 'model'")
-    elif config is None:
+        return ["tensor parallelism and pipelines, which need an axis 'model'"]
+    reasons = []
+    if config is None:
         reasons.append("pipelines, which need the reference transformer")
         if work.rules is None or sizes.get("data", 1) == 1:
             reasons.append("plans over 'model', which need rules as a fourth value, and an axis 'data'")
-    else:
-        if not _has_columns(sizes, config):
-            reasons.append(f"tensor parallelism: {config.heads} heads of width {config.width} over model={model}")
-        if not has_stages(sizes, work):
-            reasons.append(f"pipelines: {config.layers} layers over model={model}")
+        return reasons
+    if not _has_columns(sizes, config):
+        reasons.append(f"tensor parallelism: {config.heads} heads of width {config.width} over model={model}")
+    if not has_stages(sizes, work):
+        reasons.append(f"pipelines: {config.layers} layers over model={model}")
     return reasons
 
 
@@ -187,12 +195,13 @@ class CaseBuilder:
 
     def one_device(self) -> Case:
         """The whole step on the first device."""
-        first_device = NamedSharding(Mesh(self.mesh.devices.ravel()[:1], ("one",)), P())
+        mesh_of_one = Mesh(self.mesh.devices.ravel()[:1], ("one",))
+        first_device = NamedSharding(mesh_of_one, P())
         params = self.work.params
         carry = jax.device_put((params, self.optimizer().init(params)), first_device)
         update = jax.tree.map(lambda _: first_device, params)
         batch = jax.device_put(self.work.batch, first_device)
-        return partitioned("one device", self.work.loss_fn, self.optimizer(), carry, batch, update)
+        return make_partitioned_case("one device", self.work.loss_fn, self.optimizer(), carry, batch, update)
 
     def of(self, plan_case: PlanCase) -> Case:
         """A plan's own step."""
@@ -203,7 +212,7 @@ class CaseBuilder:
 
     def jit(self, kind: str, plan_case: PlanCase, loss_fn: Loss | None = None) -> Case:
         """jit's step, held as a plan holds it; of the loss for one device, or of one with constraints."""
-        carry, batch = placed_arguments(self.of(plan_case))
+        carry, batch = get_placed_arguments(self.of(plan_case))
         if plan_case.manual:
             # This plan knows the axis "data" alone. Over "model" the rules split the parameters, and their gradients in
             # the same way.
@@ -212,8 +221,9 @@ class CaseBuilder:
             # Gradients as the plan lays out its updates, so that the partitioner may send what the plan sends.
             layouts = plan_case.plan.layouts(self.work.params, self.mesh)
             update = map_layouts(lambda layout: NamedSharding(self.mesh, layout.update), layouts)
-        name = f"{kind}: {plan_case.held}"
-        return partitioned(name, loss_fn or self.work.loss_fn, self.optimizer(), carry, batch, update)
+        if loss_fn is None:
+            loss_fn = self.work.loss_fn
+        return make_partitioned_case(f"{kind}: {plan_case.held}", loss_fn, self.optimizer(), carry, batch, update)
 
     def in_microbatches(self, name: str, make_plan: Callable[..., sk.Plan]) -> Case:
         """A plan's step in microbatches."""
@@ -237,13 +247,12 @@ class CaseBuilder:
 
     @property
     def microbatches(self) -> int:
-        """Of the pipelines: two for a stage, if there are so many examples."""
+        """Of the pipelines: two for a stage, or if the examples do not divide by that, fewer by which they do."""
         examples = len(self.work.batch["tokens"]) // self.mesh.shape.get("data", 1)
-        largest = 1
-        for count in range(1, 2 * self.mesh.shape["model"] + 1):
-            if examples % count == 0:
-                largest = count
-        return largest
+        count = 2 * self.mesh.shape["model"]
+        while examples % count:
+            count -= 1
+        return count
 
     def build(self, name: str, grad_fn: Any, plan: sk.Plan, *, accumulate: int = 1, manual: Any = None) -> Case:
         """A step of `make_train_step`, and its state."""
@@ -261,7 +270,7 @@ class CaseBuilder:
         return self._built[name]
 
 
-def placed_arguments(case: Case) -> tuple[Any, Any]:
+def get_placed_arguments(case: Case) -> tuple[Any, Any]:
     """Parameters with the optimizer's state, and the batch, as a plan lays them out."""
     return (case.carry.params, case.carry.opt_state), case.args[0]
 
@@ -273,13 +282,14 @@ def apply_optimizer(optimizer: Any, carry: Any, gradients: Any, loss: jax.Array)
     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
 
-def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
+def make_scalar(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
     """A loss for `value_and_grad` as a scalar function of parameters and batch, without keys."""
 
     def scalar(params: Any, batch: Any) -> jax.Array:
         loss = loss_fn(params, batch, None)
-        if isinstance(loss, tuple) and not isinstance(loss, sk.Mean):  # (loss, aux)
-            loss = loss[0]
+        # A Mean is a NamedTuple itself.
+        if isinstance(loss, tuple) and not isinstance(loss, sk.Mean):
+            loss = loss[0]  # without metrics
         if isinstance(loss, sk.Mean):
             return loss.total / loss.weight
         return loss
@@ -287,20 +297,21 @@ def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
     return scalar
 
 
-def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
+def make_partitioned_case(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
     """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
 
     `carry` (parameters and optimizer state) and `batch` are already laid out; `update` are the layouts of gradients.
     """
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
-        loss, gradients = jax.value_and_grad(mean(loss_fn))(carry[0], batch)
+        loss, gradients = jax.value_and_grad(make_scalar(loss_fn))(carry[0], batch)
         gradients = jax.lax.with_sharding_constraint(gradients, update)
         return apply_optimizer(optimizer, carry, gradients, loss)
 
     carry_shardings = jax.tree.map(lambda x: x.sharding, carry)
     batch_shardings = jax.tree.map(lambda x: x.sharding, batch)
-    replicated = NamedSharding(jax.tree.leaves(carry_shardings)[0].mesh, P())
+    mesh = jax.tree.leaves(carry_shardings)[0].mesh
+    replicated = NamedSharding(mesh, P())
     jitted = jax.jit(
         step,
         in_shardings=(carry_shardings, batch_shardings),

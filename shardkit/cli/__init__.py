@@ -20,14 +20,17 @@ from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any, NamedTuple, NoReturn, Union
+from typing import Annotated, Any, NamedTuple, NoReturn, TextIO, Union
 
 import shardkit
 from shardkit._arguments.extras import install
 from shardkit.cli.errors import is_refusal
+from shardkit.cli.words import fill_in_json, split_at_dashes
 
 # The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
-USAGE, UNEXPECTED, INTERRUPTED = 2, 70, 130
+USAGE = 2
+UNEXPECTED = 70
+INTERRUPTED = 130
 
 _NO_DASHES = "error: launch: the command and its options must come after --. Write for example -- train.py --steps 100."
 
@@ -101,7 +104,7 @@ def _hear_interrupts() -> None:
 
 def _main(words: list[str]) -> int:
     """Answers what needs no jax, and hands everything else to a command's module; the exit code."""
-    words, program = _split_at_dashes(words)
+    words, program = split_at_dashes(words)
     if "--debug" in words:
         os.environ["SHARDKIT_DEBUG"] = "1"
         words = [word for word in words if word != "--debug"]
@@ -115,22 +118,19 @@ def _main(words: list[str]) -> int:
     names = [word for word in words if word not in ("-h", "--help")]
     if names[:1] == ["completion"]:
         return _complete(names, wants_help)
-    full = " ".join(names[:1])
-    if full == "bench":
-        full = " ".join(names[:2])
+    name_length = 1
+    if names[:1] == ["bench"]:  # bench comm
+        name_length = 2
+    full = " ".join(names[:name_length])
     command = every_command().get(full)
     if command is None:
         return _answer_without_command(names, wants_help)
     if not _has_packages():
         return USAGE
-    options = ["--help"] if wants_help else words[len(full.split()) :]
+    options = words[name_length:]
+    if wants_help:
+        options = ["--help"]
     return perform(command, full, options + program)
-
-
-def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, and the others with it, which are those of the program that `launch` starts."""
-    end = words.index("--") if "--" in words else len(words)
-    return words[:end], words[end:]
 
 
 def _asks_for_version(words: list[str]) -> bool:
@@ -168,17 +168,22 @@ def _answer_without_command(words: list[str], wants_help: bool) -> int:
     prog = "shardkit"
     names = [command.name for command in COMMANDS]
     names += ["bench", "completion"]
-    listing = _list_commands
+    text = _list_commands()
     if words[:1] == ["bench"]:
         prog = "shardkit bench"
         names = [command.name for command in BENCH]
-        listing = _list_bench
+        text = _list_bench()
         words = words[1:]
+    if not words and wants_help:
+        print(text)
+        return 0
     if not words:
-        print(listing(), file=sys.stdout if wants_help else sys.stderr)
-        return 0 if wants_help else USAGE
-    matches = get_close_matches(words[0].lower(), names, 1, 0.5)
-    hint = f"did you mean {matches[0]!r}?" if matches else f"{prog} --help lists the commands."
+        print(text, file=sys.stderr)
+        return USAGE
+    hint = f"{prog} --help lists the commands."
+    similar_names = get_close_matches(words[0].lower(), names, n=1, cutoff=0.5)
+    if similar_names:
+        hint = f"did you mean {similar_names[0]!r}?"
     print(f"error: {prog} has no command {words[0]!r}; {hint}", file=sys.stderr)
     return USAGE
 
@@ -219,7 +224,8 @@ def _list_commands() -> str:
 
 
 def _list_bench() -> str:
-    return _BENCH_HELP.format(commands=_align([(command.name, command.line) for command in BENCH]))
+    rows = [(command.name, command.line) for command in BENCH]
+    return _BENCH_HELP.format(commands=_align(rows))
 
 
 def _align(rows: list[tuple[str, str]]) -> str:
@@ -266,7 +272,7 @@ def _run(command: Command, full: str, words: list[str]) -> int:
     """Reads the options, which needs no jax, then imports it and calls the command's function; the exit code."""
     import tyro
 
-    from shardkit.cli.output import fill_in_json, text_beside_json
+    from shardkit.cli.output import text_beside_json
 
     module = import_module(command.module)
     words = fill_in_json(words)
@@ -292,7 +298,7 @@ def _run(command: Command, full: str, words: list[str]) -> int:
 
 def _import_jax() -> None:
     """Imports jax, which takes a second, and says so on a terminal."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty() and sys.stderr is not None and sys.stderr.isatty()
+    is_terminal = _is_terminal(sys.stdout) and _is_terminal(sys.stderr)
     if is_terminal:
         print("importing jax", end="", file=sys.stderr, flush=True)
     try:
@@ -303,15 +309,22 @@ def _import_jax() -> None:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody reads a stream of this process on a terminal; None: it is closed."""
+    return stream is not None and stream.isatty()
+
+
 def _describe(command: Command) -> str:
     """The docstring of a command's function, and its examples."""
     module = import_module(command.module)
     text = inspect.getdoc(getattr(module, command.name)) or ""
-    examples = [f"  {example}\n      {meaning}" for example, meaning in module.EXAMPLES.items()]
     # tyro joins lines, except for those that are indented.
     width = shutil.get_terminal_size().columns - 1
     lines = textwrap.wrap(" ".join(text.split()), width, subsequent_indent="  ")
-    return "\n".join([*lines, "", *examples])
+    lines.append("")
+    for example, meaning in module.EXAMPLES.items():
+        lines += [f"  {example}", f"      {meaning}"]
+    return "\n".join(lines)
 
 
 def completion(shell: str) -> str:
@@ -344,24 +357,28 @@ def completion(shell: str) -> str:
 
 
 def _end_unexpected(error: BaseException) -> NoReturn:
+    """Says what no line of shardkit refuses, in the first line of the error."""
     text = type(error).__name__
     lines = str(error).strip().splitlines()
     if lines:
         text += f": {lines[0].strip()}"
-    hint = "" if _is_debugging() else " Add --debug to see where it came from."
-    _say(f"error: unexpected {text.rstrip('.')}.{hint}")
+    sentence = f"error: unexpected {text.rstrip('.')}."
+    if not _is_debugging():
+        sentence += " Add --debug to see where it came from."
+    _say(sentence)
     _end(error, UNEXPECTED)
 
 
 def _say(text: str) -> None:
     """Prints to standard error, on a terminal with lines that break between words."""
-    if sys.stderr is not None and sys.stderr.isatty() and "\n" not in text:
+    if _is_terminal(sys.stderr) and "\n" not in text:
         width = shutil.get_terminal_size().columns
         text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr)
 
 
 def _end(error: BaseException, code: int) -> NoReturn:
+    """Ends the command, and tells the other processes of its job why."""
     from shardkit.runtime.channel import client
 
     if _is_debugging():

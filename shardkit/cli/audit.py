@@ -23,7 +23,8 @@ EXAMPLES = {
     "shardkit audit train.py:make --against kept.json": "exit code 1 if it became worse",
 }
 
-_LONGEST, _POINTS = 2.0, 3  # seconds of one run of a proof, and its points
+_LONGEST = 2.0  # seconds of one run of a proof
+_POINTS = 3  # of a proof
 _LARGEST_SNAPSHOT = 2**28  # bytes; a finding or a collective has some hundreds
 
 
@@ -79,9 +80,12 @@ def audit(options: Options) -> int:
     from shardkit.meshes.simulated import offer_cpu_devices
 
     _refuse_without_effect(options)
-    before = None if options.against is None else _read_snapshot(options.against)
+    # Before the devices start and anything compiles: a mistake in the options is refused at once.
+    before = None
+    if options.against is not None:
+        before = _read_snapshot(options.against)
     if options.target is not None:
-        parse_topology(options.target)  # before the devices start: a mistake is refused at once
+        parse_topology(options.target)
     offer_cpu_devices(options.devices)
     step, args = load_step("audit", options.make, options.args)
     report = judge.audit(
@@ -104,8 +108,10 @@ def audit(options: Options) -> int:
     if options.explain:
         print(explain(step, *args))
     worse: list[str] = []
+    failed = bool(report.findings)
     if before is not None:
         worse = report.compare(before, options.growth)
+        failed = bool(worse)
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
     if options.snapshot is not None:
         with open_output(options.snapshot) as out:
@@ -113,8 +119,9 @@ def audit(options: Options) -> int:
     # As --snapshot writes it, so that both outputs have the same fields.
     data = json_lib.loads(report.to_json())
     write_json(options.json, "audit", data["findings"], audit=data, worse=worse, proof=proof._asdict())
-    is_worse = bool(report.findings) if before is None else bool(worse)
-    return 1 if is_worse or proof.verdict == "differs" else 0
+    if failed or proof.verdict == "differs":
+        return 1
+    return 0
 
 
 class CompiledVerdict(NamedTuple):
@@ -154,7 +161,7 @@ def _prove_compiled(step: Any, args: Sequence[Any]) -> CompiledVerdict:
     except UnprovableError as error:
         return CompiledVerdict("not decided", (f"not proved equal to the traced program: {error}",))
     lines = [f"proved equal to the traced program for all inputs, {equality.points} points"]
-    # Of this program: constants that were folded, rounding, branches that were never taken.
+    # What holds of this program alone: constants that were folded, rounding, branches that were never taken.
     lines += [sentence for sentence in equality.assumed if sentence not in ASSUMED_AS_COMPILED]
     lines += equality.compared
     return CompiledVerdict("equal", tuple(lines))

@@ -41,17 +41,20 @@ def doctor(options: Options) -> int:
     out = console()
     offer_cpu_devices(options.devices)
     versions = {name: version_of(name) or "missing" for name in _PACKAGES}
-    listed = [f"python {platform.python_version()}"]
-    listed += [f"{name} {version}" for name, version in versions.items()]
-    out.print(", ".join(listed))
+    texts = [f"python {platform.python_version()}"]
+    texts += [f"{name} {version}" for name, version in versions.items()]
+    out.print(", ".join(texts))
     mesh = sk.make_mesh(x=-1)
     out.print(sk.describe(mesh))
 
     differences = self_test(mesh)
-    wrong = [name for name, difference in differences.items() if difference != 0]
+    wrong = 0
     table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
     for name, difference in differences.items():
-        result = Text("WRONG", "red") if name in wrong else "ok"
+        result = Text("ok")
+        if difference != 0:  # NaN too
+            result = Text("WRONG", "red")
+            wrong += 1
         table.add_row(name, result, f"{difference:g}")
     out.print(table)
 
@@ -61,7 +64,7 @@ def doctor(options: Options) -> int:
     if not extras:
         out.print(f"extras: not known, because shardkit is not installed; {install('cli')}")
     if wrong:
-        out.print(f"collectives that are WRONG on this machine: {len(wrong)}")
+        out.print(f"collectives that are WRONG on this machine: {wrong}")
     else:
         out.print("all collectives are right")
     write_json(options.json, "doctor", _make_rows(differences, extras), packages=versions)
@@ -74,7 +77,9 @@ def _make_rows(differences: Mapping[str, float], extras: Mapping[str, tuple[Need
     for name, difference in differences.items():
         rows.append({"row": "collective", "name": name, "difference": difference, "right": difference == 0})
     for extra, needs in extras.items():
-        packages = {need.package: {"version": need.version, "needs": need.versions} for need in needs}
+        packages = {}
+        for need in needs:
+            packages[need.package] = {"version": need.version, "needs": need.versions}
         is_complete = all(need.met for need in needs)
         rows.append({"row": "extra", "name": extra, "right": is_complete, "packages": packages})
     return rows
@@ -108,7 +113,11 @@ def find_extras() -> dict[str, tuple[Need, ...]]:
         names = metadata.metadata("shardkit").get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         return {}
-    return {name: tuple(sorted(set(_find_needs("shardkit", name)))) for name in names}
+    extras = {}
+    for name in names:
+        needs = set(_find_needs("shardkit", name))
+        extras[name] = tuple(sorted(needs))
+    return extras
 
 
 def version_of(package: str) -> str | None:
@@ -121,8 +130,13 @@ def version_of(package: str) -> str | None:
 
 def describe_extra(extra: str, needs: tuple[Need, ...]) -> str:
     """An extra as a line: what is there, what is missing, and how to install that."""
-    met = [str(need) for need in needs if need.met]
-    unmet = [str(need) for need in needs if not need.met]
+    met = []
+    unmet = []
+    for need in needs:
+        if need.met:
+            met.append(str(need))
+        else:
+            unmet.append(str(need))
     parts = []
     if met:
         parts.append(", ".join(met))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,13 +67,15 @@ def search(
     machine: dict[str, Any] = {
         "chip": device_of(topology),  # one device, of which a tpu7x has two
         "efficiency": efficiency,
-        "links": None if links is None else bench.links(bench.read(links)),
+        "links": None,
     }
+    if links is not None:
+        machine["links"] = bench.links(bench.read(links))
     if ":" not in model:
         sizes = _read_model(model)._replace(kernel=kernel)
-        return _search_transformer(
-            sizes, batch, _SEQUENCE if sequence is None else sequence, axes, topology.devices, machine
-        )
+        if sequence is None:
+            sequence = _SEQUENCE
+        return _search_transformer(sizes, batch, sequence, axes, topology.devices, machine)
     if sequence is not None or axes != AXES or kernel:
         raise ValueError(
             "plan: --sequence, --axes and --kernel need a transformer; got one for another model, with its examples "
@@ -115,7 +118,7 @@ def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str,
             f"{1 + len(arguments)} values. Write for example return loss_fn, params, batch."
         )
     params, batch = arguments
-    if not batch_text.isdigit():
+    if not batch_text.isdecimal():
         raise ValueError(
             f"plan: --batch must be a number of examples for a model of your own; got {batch_text!r}. Write for "
             "example 256."
@@ -143,7 +146,8 @@ def _search_of_loss(target: str, batch_text: str, chips: int, machine: dict[str,
 
         # The model was counted on the user's batch, which may be small. The step is compiled for that of --batch.
         def enlarge(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)
+            _, *shape_of_example = x.shape
+            return jax.ShapeDtypeStruct((examples, *shape_of_example), x.dtype)
 
         global_batch = jax.tree.map(enlarge, batch)
         return step, init.abstract(params), global_batch
@@ -164,18 +168,17 @@ def _read_model(text: str) -> planner.Model:
 
 
 def _read_sequences(text: str, sequence: int) -> int:
-    """The number of sequences of "1024" or "4M-tokens"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
-    number, unit, tokens = match.groups() if match else ("", "", None)
+    """The number of sequences of "1024" or "4M-tokens", which of sequences of 4,096 tokens is 1,024 too."""
+    if text.isdecimal():
+        return int(text)
     # A unit or a fraction makes sense for tokens only: "4M" without -tokens would be four million sequences.
-    is_whole = number.isdigit() and not unit
-    if not match or (not tokens and not is_whole):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)-tokens", text)
+    if match is None:
         raise ValueError(
             f"plan: --batch must be a number of sequences, or of tokens with -tokens; got {text!r}. Write for example "
             "1024 or 4M-tokens."
         )
-    if not tokens:
-        return int(number)
+    number, unit = match.groups()
     sequences = round(float(number) * _UNITS[unit] / sequence)
     if sequences < 1:
         raise ValueError(
@@ -211,23 +214,25 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
     """A table of what was predicted of each candidate, beside what the compiler reports: those that fit, by its time."""
     rows = [
         ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
-        ("layout", *3 * ("predicted", "compiled"), ""),
+        ("layout", "predicted", "compiled", "predicted", "compiled", "predicted", "compiled", ""),
     ]
     pairs = list(zip(candidates, reports, strict=True))
     pairs.sort(key=_rank_compiled)
     for candidate, report in pairs:
-        rows.append(
-            (
-                str(candidate.layout),
-                format_bytes(candidate.bytes),
-                format_bytes(report.needed),
-                f"{candidate.compute_seconds:.3f}",
-                f"{report.compute.seconds:.3f}",
-                f"{candidate.exposed_seconds:.3f}",
-                f"{report.exposed_seconds:.3f}",
-                "yes" if report.fits else "NO",
-            )
+        fits = "NO"
+        if report.fits:
+            fits = "yes"
+        row = (
+            str(candidate.layout),
+            format_bytes(candidate.bytes),
+            format_bytes(report.needed),
+            f"{candidate.compute_seconds:.3f}",
+            f"{report.compute.seconds:.3f}",
+            f"{candidate.exposed_seconds:.3f}",
+            f"{report.exposed_seconds:.3f}",
+            fits,
         )
+        rows.append(row)
     return table(rows)
 
 
@@ -241,14 +246,15 @@ def choose_compiled(candidates: Sequence[Candidate], reports: Sequence[Report]) 
 
     The compiler has the last word: what it says does not fit is not chosen, however fast it was predicted to be.
     """
-    fitting = []
+    fastest = None
+    seconds = math.inf
     for candidate, report in zip(candidates, reports, strict=True):
-        if report.fits:
-            fitting.append((report.seconds, candidate))
-    if not fitting:
+        if report.fits and report.seconds < seconds:
+            fastest = candidate
+            seconds = report.seconds
+    if fastest is None:
         print(f"\nof {len(reports)} compiled layouts none fits. Pass more --chips, or compile more of the --rows.")
         return None
-    seconds, fastest = min(fitting, key=lambda pair: pair[0])
     print(f"\nfastest as compiled: {fastest.layout}, {seconds:.2f} s")
     return fastest
 

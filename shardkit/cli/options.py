@@ -20,7 +20,9 @@ def show_default(text: str) -> str:
 
     The text of an option without a default says what happens without it.
     """
-    return "" if text in ("", "None") else f"(default: {text})"
+    if text in ("", "None"):
+        return ""
+    return f"(default: {text})"
 
 
 _HINT = tyro.conf.arg(help_behavior_hint=show_default)

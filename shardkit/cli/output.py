@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import shardkit as sk
 from shardkit._arguments.files import open_file
+from shardkit.cli.words import split_at_dashes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,29 +42,11 @@ def console() -> Console:
     return terminal
 
 
-def fill_in_json(words: Sequence[str]) -> list[str]:
-    """The words of a command with the file that a bare `--json` stands for: standard output.
-
-    For example `audit a.py:make --json --explain` becomes `audit a.py:make --json - --explain`. What follows `--` are
-    the words of another program.
-    """
-    end = words.index("--") if "--" in words else len(words)
-    filled = []
-    for index, word in enumerate(words):
-        filled.append(word)
-        has_next = index + 1 < end
-        is_bare = not has_next or words[index + 1].startswith("--")
-        if word == "--json" and index < end and is_bare:
-            filled.append("-")
-    return filled
-
-
 @contextmanager
 def text_beside_json(words: Sequence[str]) -> Iterator[None]:
     """With `--json -`, text for people goes to standard error, so that standard output holds JSON alone."""
-    if "--" in words:
-        words = words[: words.index("--")]
-    to_standard_output = "--json=-" in words or ("--json", "-") in pairwise(words)
+    options, _ = split_at_dashes(words)
+    to_standard_output = "--json=-" in options or ("--json", "-") in pairwise(options)
     if not to_standard_output:
         yield
         return
@@ -125,8 +108,10 @@ def write_json(file: Path | None, command: str, rows: Sequence[Mapping[str, Any]
 def open_output(file: Path, *, append: bool = False) -> Iterator[TextIO]:
     """A file open for text, with its folder made if it is missing; "-" is standard output."""
     if str(file) == "-":
-        # Under `text_beside_json` sys.stdout is standard error, and the true one is kept in the list.
-        out = _STANDARD[-1] if _STANDARD else sys.stdout
+        out = sys.stdout
+        # Under `text_beside_json` that is standard error, and the true one is kept in the list.
+        if _STANDARD:
+            out = _STANDARD[-1]
         yield out
         out.flush()
         return
@@ -150,6 +135,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        number = float(value)
-        return number if math.isfinite(number) else None
+        if not math.isfinite(value):
+            return None
+        return float(value)
     return str(value)

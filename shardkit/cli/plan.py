@@ -74,24 +74,14 @@ def plan(options: Options) -> int:
     from shardkit.planner.source import source_of
 
     checks.integers_from_one("plan", rows=options.rows)
-    if options.compile is not None:
-        checks.integers_from_zero("plan", compile=options.compile)
-        if options.compile > options.rows:
-            raise ValueError(
-                f"plan: --compile must be at most --rows, the layouts that are shown; got {options.compile} and "
-                f"{options.rows}. Pass --rows {options.compile}, or compile fewer."
-            )
-    if str(options.emit) == str(options.json) == "-":
-        raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
     topology = topology_of(cost.chip(options.chip).name, options.chips)
     count = options.compile
     if count is None:
-        count = min(_COMPILED, options.rows) if is_compiler_installed(topology) else 0
+        count = 0
+        if is_compiler_installed(topology):
+            count = min(_COMPILED, options.rows)
+    _check_options(options, count)
     compiler_options = _read_compiler_options(options.options)
-    if compiler_options and not count and options.emit is None:
-        raise ValueError(
-            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
-        )
     search = layouts.search(
         options.model,
         options.batch,
@@ -116,7 +106,8 @@ def plan(options: Options) -> int:
     reports = []
     if to_compile:
         if options.compile is None:
-            print(f"\nThe first {len(to_compile)} go through the chip's own compiler now; --compile 0 leaves it out.", flush=True)
+            number = len(to_compile)
+            print(f"\nThe first {number} go through the chip's own compiler now; --compile 0 leaves it out.", flush=True)
         reports = layouts.compile_candidates(to_compile, str(topology), search.make_step, compiler_options)
         seconds = sum(report.compile_seconds for report in reports)
         print(f"\ncompiled {len(reports)} layouts in {seconds:.0f} s, the fastest first:")
@@ -133,6 +124,27 @@ def plan(options: Options) -> int:
         row["compiled"] = derived | {"fits": report.fits}
     write_json(options.json, "plan", rows)
     return 1 if chosen is None else 0
+
+
+def _check_options(options: Options, count: int) -> None:
+    """Refuses numbers that are none of layouts, two results in one place, and options without an effect.
+
+    `count` is how many layouts are compiled.
+    """
+    from shardkit._arguments import checks
+
+    checks.integers_from_zero("plan", compile=count)
+    if count > options.rows:
+        raise ValueError(
+            f"plan: --compile must be at most --rows, the layouts that are shown; got {count} and "
+            f"{options.rows}. Pass --rows {count}, or compile fewer."
+        )
+    if str(options.emit) == str(options.json) == "-":
+        raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
+    if options.options and not count and options.emit is None:
+        raise ValueError(
+            "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."
+        )
 
 
 def _read_compiler_options(texts: Sequence[str]) -> dict[str, bool | int | float | str]:

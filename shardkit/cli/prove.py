@@ -60,7 +60,9 @@ def prove(options: Options) -> int:
         refuse_users_error("prove", f"the functions of {options.make}", error)
         raise
     print(result)
-    verdicts = result.verdicts if isinstance(result, Proof) else (result,)
+    verdicts: tuple[Any, ...] = (result,)
+    if isinstance(result, Proof):
+        verdicts = result.verdicts
     rows = [verdict._asdict() for verdict in verdicts]
     write_json(options.json, "prove", rows, differs=[])
     return 0
@@ -86,16 +88,18 @@ def _load_compiled_proof(text: str) -> Callable[[], Any]:
     from shardkit.cli.target import TargetError
     from shardkit.testing.exact import assert_compiled_equal
 
-    returned = _load_arguments(text)
+    result = _load_arguments(text)
     options: dict[str, Any] = {}
-    call = returned
-    if isinstance(returned, dict) and returned.keys() >= {"function", "args"}:
-        options = {name: value for name, value in returned.items() if name not in ("function", "args")}
-        call = (returned["function"], *returned["args"])
-    if not isinstance(call, tuple) or not call or not callable(call[0]) or options.keys() - _OPTIONS:
+    call = result
+    if isinstance(result, dict) and result.keys() >= {"function", "args"}:
+        options = dict(result)
+        function = options.pop("function")
+        call = (function, *options.pop("args"))
+    is_call = isinstance(call, tuple) and len(call) > 0 and callable(call[0])
+    if not is_call or not options.keys() <= {"reference", "points"}:
         raise TargetError(
             f"prove: with --compiled {text} must return (function, *args), or a dict of function, args, reference and "
-            f"points; got {type(returned).__name__}. Return for example (jax.jit(step), state, batch)."
+            f"points; got {type(result).__name__}. Return for example (jax.jit(step), state, batch)."
         )
     function, *args = call
     try:
@@ -108,9 +112,6 @@ def _load_compiled_proof(text: str) -> Callable[[], Any]:
             "(jax.jit(step), state, batch)."
         ) from None
     return partial(assert_compiled_equal, function, *args, **options)
-
-
-_OPTIONS = {"reference", "points"}
 
 
 def _load_proof(text: str) -> Callable[[], Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,10 +23,10 @@ def self_test(mesh: Mesh) -> dict[str, float]:
     differences = {}
     for name, (kernel, expected) in _make_cases(axis, blocks).items():
         shards = _run_kernel(kernel, array, mesh)
-        # np.max, of which NaN is the largest: max leaves out one that is not the first, and the collective was right.
         shard_differences = []
         for shard, expected_shard in zip(shards, expected, strict=True):
-            shard_differences.append(_difference(shard, expected_shard))
+            shard_differences.append(np.max(np.abs(shard - expected_shard)))
+        # np.max, of which NaN is the largest: max leaves out one that is not the first, and the collective was right.
         differences[name] = float(np.max(shard_differences))
     return differences
 
@@ -80,7 +79,3 @@ def _run_kernel(kernel: Callable[[jax.Array], jax.Array], array: jax.Array, mesh
     # A shard that is the whole array, as on a single device, has None as its start.
     shards = sorted(run(array).addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return [np.asarray(shard.data) for shard in shards]
-
-
-def _difference(x: Any, y: Any) -> float:
-    return float(np.max(np.abs(x - y)))

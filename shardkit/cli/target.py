@@ -36,11 +36,11 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
     function = load_function(text)
     if args:
         return function, tuple(_read_type(arg) for arg in args)
-    required = _required_parameters(function)
-    if required:
+    parameters = _list_required_parameters(function)
+    if parameters:
         raise TargetError(
             f"target: without --args the function must take no parameters and return (fn, *args); {text} takes "
-            f"{', '.join(required)}. Pass --args with a type for each, such as 'f32[8,128]'."
+            f"{', '.join(parameters)}. Pass --args with a type for each, such as 'f32[8,128]'."
         )
     result = function()
     if not isinstance(result, tuple) or not result or not callable(result[0]):
@@ -48,10 +48,11 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
             f"target: a function without parameters must return (fn, *args); {text} returned {type(result).__name__}. "
             "Return the function to trace, followed by its arguments."
         )
-    return result[0], result[1:]
+    traced_function, *arguments = result
+    return traced_function, tuple(arguments)
 
 
-def _required_parameters(function: Callable[..., Any]) -> list[str]:
+def _list_required_parameters(function: Callable[..., Any]) -> list[str]:
     """The positional parameters without a default."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = []
@@ -91,10 +92,13 @@ def load_function(text: str) -> Callable[..., Any]:
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
-            names = _functions_of(module)
+            names = _list_functions(module)
+            example = "step"
+            if names:
+                example = names[0]
             raise TargetError(
                 f"target: {where} has no {name!r}; its functions are {', '.join(names) or 'none'}. Write for example "
-                f"{where}:{names[0] if names else 'step'}."
+                f"{where}:{example}."
             )
         function = getattr(function, part)
     if not callable(function):
@@ -104,7 +108,7 @@ def load_function(text: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def _functions_of(module: ModuleType) -> list[str]:
+def _list_functions(module: ModuleType) -> list[str]:
     """The functions that a module defines; not those that it imports."""
     names = []
     for name, value in vars(module).items():
@@ -122,7 +126,8 @@ def _import(where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         # With another name the module is there, and one that it imports is missing.
-        if error.name in (where, where.split(".")[0]):
+        package, _, _ = where.partition(".")
+        if error.name in (where, package):
             raise TargetError(
                 f"target: module {where!r} must be importable from here; it is not found. Check the name, or pass a "
                 "path that ends in .py."
@@ -142,8 +147,8 @@ def _import_file(where: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     # A file may share its name with an installed module: json.py must not replace json.
     name = path.stem
-    namesake = getattr(sys.modules.get(name), "__file__", None)
-    if namesake not in (None, str(path), str(path.resolve())):
+    file_of_namesake = getattr(sys.modules.get(name), "__file__", None)
+    if file_of_namesake not in (None, str(path), str(path.resolve())):
         name = f"{path.stem} ({path.resolve()})"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} is a Python file"
@@ -165,9 +170,12 @@ def _read_type(text: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype of "f32[8,128]", or a key of "key"."""
     if text == "key":
         return jax.eval_shape(lambda: jax.random.key(0))
+    # A text of another form has the name "", which is no dtype and is refused with those.
+    name = ""
+    sizes = None
     match = re.fullmatch(r"(\w+)(?:\[(\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\])?", text)
-    # Another text has the name "", which is no dtype and is refused with those.
-    name, sizes = match.groups() if match else ("", None)
+    if match:
+        name, sizes = match.groups()
     try:
         dtype = jnp.dtype(_DTYPES.get(name, name))
     except TypeError:

@@ -147,8 +147,10 @@ def _draw_grid(
 ) -> None:
     """The title of a grid, and below it its tables, with their labels."""
     top = _EDGE
-    for number, line in enumerate(grid.title):
-        page.write(left, top + _LINE / 2, line, weight="normal" if number else "bold")
+    weight = "bold"  # of the first line
+    for line in grid.title:
+        page.write(left, top + _LINE / 2, line, weight=weight)
+        weight = "normal"
         top += _LINE
     column = _measure_column(tables)
     table_left = left + _measure_labels(tables)
@@ -171,31 +173,40 @@ def _draw_grid(
 
 def _measure_labels(tables: Sequence[GridTable]) -> float:
     """The width of the labels of rows."""
-    longest = 0
+    labels: list[str] = []
     for table in tables:
-        longest = max(longest, *map(len, table.row_labels))
-    return LETTER * (longest + 1)
+        labels += table.row_labels
+    return LETTER * (_count_letters(labels) + 1)
 
 
 def _measure_column(tables: Sequence[GridTable]) -> float:
     """The width of a column: of its label, and of a part for each device of its fullest cell."""
-    longest = 0
-    fullest = 0
+    labels: list[str] = []
+    most_devices = 0  # of a cell
     for table in tables:
-        longest = max(longest, *map(len, table.column_labels))
+        labels += table.column_labels
         for row in table.cells:
-            fullest = max(fullest, *map(len, row))
-    return max(_COLUMN, LETTER * (longest + 1), _PART * fullest)
+            for devices in row:
+                most_devices = max(most_devices, len(devices))
+    label_width = LETTER * (_count_letters(labels) + 1)
+    return max(_COLUMN, label_width, _PART * most_devices)
+
+
+def _count_letters(texts: Sequence[str]) -> int:
+    """The letters of the longest text."""
+    return max((len(text) for text in texts), default=0)
 
 
 def _measure_grid(grid: DeviceGrid, tables: Sequence[GridTable]) -> _Size:
     """The size of a grid with its title."""
     table_width = _measure_labels(tables) + _measure_column(tables) * len(tables[0].column_labels)
-    title_width = 1.1 * LETTER * max(map(len, grid.title))
+    title_width = 1.1 * LETTER * _count_letters(grid.title)  # a bold letter is wider
     lines = len(grid.title)
     rows = 0
     for table in tables:
-        lines += 2 if table.title else 1
+        lines += 1  # of the labels of columns
+        if table.title:
+            lines += 1
         rows += len(table.row_labels)
     return _Size(max(table_width, title_width), lines * _LINE + _ROW * rows)
 
@@ -209,14 +220,15 @@ def _fill_cells(axes: Axes, table: GridTable, colours: Mapping[int, RGB], width:
     axes.set_ylim(len(table.row_labels), 0)  # row 0 is the upper one
     for row, (row_label, cells) in enumerate(zip(table.row_labels, table.cells, strict=True)):
         for column, (column_label, devices) in enumerate(zip(table.column_labels, cells, strict=True)):
-            part = 1 / len(devices)
+            part = 1 / len(devices)  # of the cell
             labels = [label for label in (table.title, row_label, column_label) if label]
             for number, device in enumerate(devices):
                 left = column + number * part
                 gid = " ".join([*labels, str(device)])
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[device], linewidth=0, gid=gid))
                 # As large as fits: a digit takes at most 0.75 of its height, and the line 0.7 of the row.
-                size = min(TEXT, part * width / (0.75 * len(str(device))), 0.7 * height)
+                fitting_size = part * width / (0.75 * len(str(device)))
+                size = min(TEXT, fitting_size, 0.7 * height)
                 if size >= _SMALLEST_TEXT:
                     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": text_on(colours[device])}
                     axes.text(left + part / 2, row + 0.5, str(device), size=size, **style)

@@ -56,7 +56,8 @@ def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
         height = 1.0
         if action in halves:
             height = 0.5
-            top = 0.0 if action.op == "F" else 0.5  # of two that run together, the forward is above
+            if action.op != "F":  # of two that run together, the forward is above
+                top = 0.5
         out.append(Box(action, schedule.device(action.stage), begin, end - begin, top, height))
     return out
 
@@ -73,11 +74,18 @@ def _find_halves(schedule: Schedule, timeline: Timeline) -> set[Action]:
 
 def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
     """(time, microbatches in flight on a device from then on), counted as in `Timeline.peak_in_flight`."""
+    # A forward is in flight from its begin to the end of its backward, of which W is the last part. An input gradient
+    # changes nothing, and has a point of the curve all the same.
     changes: dict[float, float] = {}
     for action, (begin, end) in timeline.spans.items():
-        if schedule.device(action.stage) == device:
-            changes[begin] = changes.get(begin, 0) + (action.op == "F")
-            changes[end] = changes.get(end, 0) - (action.op in "BW")
+        if schedule.device(action.stage) != device:
+            continue
+        changes.setdefault(begin, 0)
+        changes.setdefault(end, 0)
+        if action.op == "F":
+            changes[begin] += 1
+        elif action.op in "BW":
+            changes[end] -= 1
     chunks_in_flight = 0.0
     curve = []
     for time in sorted(changes):
@@ -95,9 +103,10 @@ def title(schedule: Schedule) -> str:
         'lockstep: 4 devices x 2 chunks, 8 microbatches'
     """
     devices = format_count(schedule.devices, "device")
+    if schedule.chunks > 1:
+        devices += f" x {schedule.chunks} chunks"
     microbatches = format_count(schedule.microbatches, "microbatch", "es")
-    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    return f"{schedule.name}: {devices}{chunks}, {microbatches}"
+    return f"{schedule.name}: {devices}, {microbatches}"
 
 
 def facts(timeline: Timeline) -> str:
@@ -207,9 +216,12 @@ def _choose_layout(schedule: Schedule, timeline: Timeline) -> _Layout:
     for begin, end in timeline.spans.values():
         if end > begin:
             shortest = min(shortest, end - begin)
-    width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
+    width = timeline.makespan / shortest * _SHORTEST
+    width = min(max(width, _NARROW), _WIDE)
     row = min(_ROW, _TALL / schedule.devices)
-    return _Layout(width, row, row * schedule.devices, min(row, _CURVE) * schedule.devices)
+    actions = row * schedule.devices
+    curves = min(row, _CURVE) * schedule.devices
+    return _Layout(width, row, actions, curves)
 
 
 def _draw(schedule: Schedule, timeline: Timeline) -> Figure:
@@ -247,7 +259,8 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
     for box in all_boxes:
         chunk = box.action.stage // schedule.devices
         colours.append(shade(OPS[box.action.op], chunk, schedule.chunks))
-    inner = 1 - 2 * _MARGIN
+    inner = 1 - 2 * _MARGIN  # of a row
+    # One call for all, which is faster than one for each: bars from the left edges, of these heights and widths.
     bars = axes.bar(
         [box.begin for box in all_boxes],
         [inner * box.height for box in all_boxes],
@@ -273,8 +286,8 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
             x, y = bar.get_center()
             axes.text(x, y, str(box.action.microbatch), size=min(size, largest), **style)
     _write_above(axes, 0, "device", -8, "right")
-    shares = [1 - busy / timeline.makespan for busy in timeline.busy]
-    _write_beside(axes, "bubble, of\nmakespan", [f"{share:.1%}" for share in shares])
+    idle_shares = [1 - busy / timeline.makespan for busy in timeline.busy]
+    _write_beside(axes, "bubble, of\nmakespan", [f"{share:.1%}" for share in idle_shares])
     axes.tick_params(labelbottom=False)
 
 
@@ -283,10 +296,10 @@ def _draw_curves(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     unit = 0.88 / max(timeline.peak_in_flight)
     for device in range(schedule.devices):
         times, counts = zip(*in_flight(schedule, timeline, device), strict=True)
+        # The axis goes down: more is higher up in the row, and has a smaller y.
         floor = device + 0.5
-        axes.fill_between(
-            times, [floor - unit * count for count in counts], floor, step="post", color=AREA, linewidth=0
-        )
+        heights = [floor - unit * count for count in counts]
+        axes.fill_between(times, heights, floor, step="post", color=AREA, linewidth=0)
         axes.axhline(floor, color=AREA, linewidth=0.5)
     _write_above(axes, 0, "microbatches in flight", 0, "left")
     _write_beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])

@@ -146,9 +146,12 @@ def text_on(colour: RGB) -> str:
     """Black or white, whichever has more contrast on the color; neither changes in the dark."""
     red, green, blue = map(_to_linear, colour)
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    contrast_of_white = 1.05 / (luminance + 0.05)
+    # The contrast of WCAG: 0.05 is the light that a screen reflects, and 1 the luminance of white.
+    contrast_of_white = (1 + 0.05) / (luminance + 0.05)
     contrast_of_black = (luminance + 0.05) / 0.05
-    return "#fefefe" if contrast_of_white > contrast_of_black else "#000000"
+    if contrast_of_white > contrast_of_black:
+        return "#fefefe"
+    return "#000000"
 
 
 def _to_linear(value: float) -> float:
@@ -183,11 +186,16 @@ def save(picture: Figure, file: Path | None) -> None:
             picture.savefig(out, format="png")
 
 
+def _escape(match: re.Match[str]) -> str:
+    """A character as an attribute of an .svg may have it: of "&" it is "&#38;"."""
+    return f"&#{ord(match[0])};"
+
+
 def svg_of(picture: Figure) -> str:
     """A picture as the text of an .svg without a date, dark where its reader's system is."""
     text = StringIO()
     picture.savefig(text, format="svg", metadata={"Date": None, "Creator": "shardkit"})
-    label = re.sub(r"[&<>\"]", lambda match: f"&#{ord(match[0])};", str(picture.get_label()))
+    label = re.sub(r"[&<>\"]", _escape, str(picture.get_label()))
     rules = ""
     for light, dark in DARK.items():
         for name in ("fill", "stroke"):

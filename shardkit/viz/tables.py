@@ -79,10 +79,13 @@ def _draw(table: SendTable) -> Figure:
         pair = (send.step, send.source, send.target)
         shift = 0.08 * (arrows[pair] % 6)
         arrows[pair] += 1
+        line = "-"
+        if send.reduce:
+            line = "--"
         style: dict[str, Any] = {
             "arrowstyle": "->",
             "color": ramp(send.chunk, table.chunks),
-            "linestyle": "--" if send.reduce else "-",
+            "linestyle": line,
             "shrinkA": 0,
             "shrinkB": 0,
         }

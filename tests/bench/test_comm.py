@@ -159,12 +159,12 @@ def test_bus_factors_to_the_digit(name):
 @pytest.mark.parametrize("n", [2, 8, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_exact_in_any_order(dtype, n):
-    x = operations.values(dtype, n, n, 40).astype(np.float64)
-    assert (x == np.round(x)).all() and np.abs(x).sum(0).max() <= operations.exact(dtype)
+    x = operations.make_values(dtype, n, n, 40).astype(np.float64)
+    assert (x == np.round(x)).all() and np.abs(x).sum(0).max() <= operations.find_exact_limit(dtype)
     assert (x != x[0]).any(0).sum() > 20 and len(np.unique(x)) > 1
-    as_stored = operations.values(dtype, n, n, 40)
+    as_stored = operations.make_values(dtype, n, n, 40)
     assert (np.sum(list(as_stored[::-1]), axis=0).astype(np.float64) == x.sum(0)).all()
-    assert not (as_stored == operations.poison(dtype)).any()
+    assert not (as_stored == operations.make_poison(dtype)).any()
 
 
 @pytest.mark.check
@@ -173,7 +173,7 @@ def test_every_kernel_returns_what_its_reference_does(op, mesh2x4):
     """Traced only: shapes and dtypes of all implementations, over two axes, with sizes that do not divide by eight."""
     ways = list(OPERATIONS[op].ways)
     [sweep] = sweeps(mesh2x4, ops=[op], impls=ways, sizes=[1028])
-    block = operations.values("float32", 8, 8, sweep.operation.block(8, sweep.counts[0]))
+    block = operations.make_values("float32", 8, 8, sweep.operation.block(8, sweep.counts[0]))
     options = sweep.operation.arguments(sweep.redop, 8, sweep.counts[0])
     blocks = sweep.operation.reference(list(block), **options)
     x = place(block, mesh2x4, jax.sharding.PartitionSpec(("data", "model")))
@@ -182,7 +182,7 @@ def test_every_kernel_returns_what_its_reference_does(op, mesh2x4):
             name,
             lambda x, way=way: way.kernel(x, ("data", "model"), **options),
             x,
-            operations.poison("float32"),
+            operations.make_poison("float32"),
             np.stack(blocks),
             mesh2x4,
             Compared(np.stack(blocks), 0.0),
@@ -236,9 +236,9 @@ class Torus:
 @pytest.mark.check
 def test_the_physical_dims_of_axes(data8):
     for axes, dims in ((("model",), "x"), (("data",), "y"), (("data", "model"), "x, y")):
-        assert as_compiled.physical(Torus, axes) == dims
-    assert as_compiled.chip_of(Torus).name == "v5e" and as_compiled.places(Torus)[5] == (1, 1, 0)
-    assert as_compiled.physical(data8, ("data",)) == "" and as_compiled.chip_of(data8) is None
+        assert as_compiled.describe_dims(Torus, axes) == dims
+    assert as_compiled.chip_of(Torus).name == "v5e" and as_compiled.list_places(Torus)[5] == (1, 1, 0)
+    assert as_compiled.describe_dims(data8, ("data",)) == "" and as_compiled.chip_of(data8) is None
 
 
 OPS = "'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'broadcast', 'shift', 'gather_to_one', 'prefix_scan'"

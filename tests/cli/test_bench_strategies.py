@@ -7,7 +7,8 @@ import pytest
 
 from shardkit import bench
 from shardkit.cli.bench import strategies
-from shardkit.cli.bench.strategies import _QUICK, _USUAL, Options, _choose_sizes
+from shardkit.cli.bench.options import choose_figures
+from shardkit.cli.bench.strategies import _QUICK, _USUAL, Options, _refuse_sizes_of_a_model
 from support.refusals import refused
 
 MAKE = """
@@ -62,10 +63,11 @@ def test_a_model_of_ones_own_must_be_made_whole(inside, module):
 @pytest.mark.check
 def test_what_is_passed_counts_more_than_quick_and_not_beside_a_model():
     """Both were left out without a word."""
-    assert _choose_sizes(Options(quick=True, tokens=8, rounds=3)) == _QUICK | {"tokens": 8, "rounds": 3}
-    assert _choose_sizes(Options(layers=2)) == _USUAL | {"layers": 2}
-    assert _choose_sizes(Options(model="a.py:make", calls=3))["calls"] == 3
-    assert refused(lambda: _choose_sizes(Options(model="a.py:make", examples=32))) == (
+    quick = choose_figures(Options(quick=True, tokens=8, rounds=3), _USUAL, _QUICK)
+    assert quick == _QUICK | {"tokens": 8, "rounds": 3}
+    assert choose_figures(Options(layers=2), _USUAL, _QUICK) == _USUAL | {"layers": 2}
+    _refuse_sizes_of_a_model(Options(model="a.py:make", calls=3))
+    assert refused(lambda: _refuse_sizes_of_a_model(Options(model="a.py:make", examples=32))) == (
         "strategies: --examples is of the reference transformer; got 32 beside --model a.py:make. Leave it out: your "
         "function makes its parameters and its batch."
     )

@@ -10,12 +10,14 @@ from matplotlib.figure import Figure
 
 from shardkit.bench.records import write, write_csv
 from shardkit.cli import doctor, output, self_test
+from shardkit.cli.words import fill_in_json
 from shardkit.jobs.launch import launch
 from shardkit.viz import style
 
 pytestmark = pytest.mark.check
 BARE = [("--json", "--json -"), ("--json --devices 2", "--json - --devices 2"), ("--json a.json x", "--json a.json x")]
 BARE += [("-n 2 -- prog --json", "-n 2 -- prog --json"), ("--json -- prog --json", "--json - -- prog --json")]
+BARE += [("", ""), ("-- prog", "-- prog")]
 
 
 def test_json_on_standard_output_stands_alone(inside, monkeypatch):
@@ -31,7 +33,7 @@ def test_json_on_standard_output_stands_alone(inside, monkeypatch):
 
 @pytest.mark.parametrize(("words", "found"), BARE)
 def test_a_bare_json_is_standard_output(words, found):
-    assert output.fill_in_json(words.split()) == found.split()
+    assert fill_in_json(words.split()) == found.split()
 
 
 WRITERS = {

@@ -226,3 +226,13 @@ def test_nothing_fits(capsys):
 def test_what_it_refuses(given, message):
     with value_error(message):
         plan(Options(**LARGE | given))
+
+
+def test_a_batch_of_superscripts_is_refused_beside_a_model_of_the_users(tmp_path):
+    """`str.isdigit` holds of them, and `int` raised an error of its own: an unexpected one."""
+    file = tmp_path / "mine.py"
+    file.write_text("def make():\n    return (lambda params, batch, keys: 0.0), {}, {}\n")
+    with value_error(
+        "plan: --batch must be a number of examples for a model of your own; got '3\u00b2'. Write for example 256."
+    ):
+        plan(Options(**LARGE | {"model": f"{file}:make", "batch": "3\u00b2"}))

@@ -51,10 +51,10 @@ def in_flight(program: CompiledProgram) -> Iterator[Finding]:
             if start is None or collective.is_synchronous_pair:
                 continue
             flight = _Flight(collective, start, position)
-            for other in flights:
+            for earlier in flights:
                 # Two stretches of a schedule overlap where each begins before the other ends.
-                if other.start < flight.end and flight.start < other.end:
-                    yield from _compare(program, other.collective, collective)
+                if earlier.start < flight.end and flight.start < earlier.end:
+                    yield from _compare(program, earlier.collective, collective)
             flights.append(flight)
         for collective in unended:
             yield Finding(
@@ -68,16 +68,14 @@ def in_flight(program: CompiledProgram) -> Iterator[Finding]:
 def _compare(program: CompiledProgram, first: FoundCollective, second: FoundCollective) -> Iterator[Finding]:
     """What is wrong with two collectives that are in flight together."""
     place = second.find_source(program.module)
-    both = (
-        f"{_describe(program, first)} at {first.find_source(program.module) or 'an unknown line'} and "
-        f"{_describe(program, second)} are in flight together"
-    )
+    first_place = first.find_source(program.module) or "an unknown line"
+    text = f"{_describe(program, first)} at {first_place} and {_describe(program, second)} are in flight together"
     shared = _count_shared(_list_groups(program, first), _list_groups(program, second))
     channel = second.instruction.channel
     if shared >= _SHARED:
         yield Finding(
             _RULE,
-            f"{both}, and a group of each has the same {shared} devices, on which they may run in another order and "
+            f"{text}, and a group of each has the same {shared} devices, on which they may run in another order and "
             "wait for each other.",
             place,
             "Make one depend on the result of the other, or compile one of them as synchronous.",
@@ -85,7 +83,7 @@ def _compare(program: CompiledProgram, first: FoundCollective, second: FoundColl
     elif channel > _OF_JAX and channel == first.instruction.channel:
         yield Finding(
             _RULE,
-            f"{both} on the same channel {channel}, so that what one sends may arrive at the other.",
+            f"{text} on the same channel {channel}, so that what one sends may arrive at the other.",
             place,
             "Compile with another version of the compiler: the channels are wrong.",
         )
@@ -94,28 +92,31 @@ def _compare(program: CompiledProgram, first: FoundCollective, second: FoundColl
 def _list_groups(program: CompiledProgram, collective: FoundCollective) -> Groups:
     """The groups of devices that share a communicator; of a permute, all devices that its pairs connect."""
     if collective.kind != "ppermute":
-        return collective.groups or (tuple(range(math.prod(program.mesh.values()))),)  # without groups, of all devices
+        if collective.groups:
+            return collective.groups
+        all_devices = tuple(range(math.prod(program.mesh.values())))
+        return (all_devices,)
     # Pairs that share a device join: of (0, 1), (1, 2), (4, 5) the groups are {0, 1, 2} and {4, 5}.
     groups: list[set[int]] = []
     for pair in collective.groups:
         joined = set(pair)
-        others = []
+        separate = []
         for group in groups:
             if group & joined:
                 joined |= group
             else:
-                others.append(group)
-        groups = [*others, joined]
+                separate.append(group)
+        groups = [*separate, joined]
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def _count_shared(groups: Groups, others: Groups) -> int:
+def _count_shared(first_groups: Groups, second_groups: Groups) -> int:
     """The most devices that two different groups share; groups of the same devices are one communicator."""
     most = 0
-    for group in groups:
-        for other in others:
-            if set(group) != set(other):
-                most = max(most, len(set(group) & set(other)))
+    for first in map(set, first_groups):
+        for second in map(set, second_groups):
+            if first != second:
+                most = max(most, len(first & second))
     return most
 
 

@@ -19,6 +19,11 @@ from shardkit.meshes.layout import all_axes
 Axes = tuple[tuple[str, int], ...]  # names and sizes
 
 
+# Worked example: a mesh data=8, model=4, and three leaves of `state`.
+#
+#     w   f32[4096,4096]  P(None, "model")      a shard [4096,1024] of 16 MiB; "data" divides its rows, and does not
+#     mu  f32[4096,4096]  P(None, "model")      split it: the two are one finding, held 8 times, over data=8
+#     nu  f32[4096,4096]  P("data", "model")    no axis is left
 def copies(program: CompiledProgram) -> Iterator[Finding]:
     """Leaves of which every device holds the same large piece, though a dim could be split."""
     # The layouts of the compiled program, where they are known: the compiler may have chosen some.
@@ -85,21 +90,27 @@ def unplaced(program: CompiledProgram) -> Iterator[Finding]:
         if not has_sharding and _count_bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             groups.setdefault(leaf.argument, []).append(leaf)
     for argument, leaves in groups.items():
-        descriptions = [f"{leaf.name} ({format_type(leaf)})" for leaf in leaves[:3]]
-        text = ", ".join(descriptions)
-        if len(leaves) > 3:
-            text += f" and {len(leaves) - 3} more"
-        if leaves[0].name != argument:
-            text += f" of {argument}"
         verb = "has"
         if len(leaves) > 1:
             verb = "have"
+        mesh = format_sizes(program.mesh.items())
         yield Finding(
             "unplaced-leaf",
-            f"{text} {verb} no sharding on a mesh of {format_sizes(program.mesh.items())}; the compiler chooses one.",
+            f"{_list_leaves(argument, leaves)} {verb} no sharding on a mesh of {mesh}; the compiler chooses one.",
             leaves[0].source or program.step.source,
             "Place it by jax.device_put with a NamedSharding, or pass in_shardings to jax.jit.",
         )
+
+
+def _list_leaves(argument: str, leaves: list[StepLeaf]) -> str:
+    """As "params['w'] (float32[8,4]), params['b'] (float32[4]) of params"; of more than three leaves the first."""
+    descriptions = [f"{leaf.name} ({format_type(leaf)})" for leaf in leaves[:3]]
+    text = ", ".join(descriptions)
+    if len(leaves) > 3:
+        text += f" and {len(leaves) - 3} more"
+    if leaves[0].name != argument:
+        text += f" of {argument}"
+    return text
 
 
 def _count_bytes(shape: tuple[int, ...], dtype: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from shardkit.analysis.compiled_rules.program import CompiledProgram, together
+from shardkit.analysis.compiled_rules.program import CompiledProgram, describe_rows
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import format_bytes
@@ -28,8 +28,8 @@ _MAY_CHANGE = ("parameter", "while", "rng", "rng-bit-generator", "custom-call")
 
 def loops(program: CompiledProgram) -> Iterator[Finding]:
     """All-reduces in a loop that only adds up their results, and all-gathers of operands that no iteration changes."""
-    groups: dict[_Repeated, list[CompiledRow]] = {}
-    loop_of: dict[_Repeated, Loop] = {}
+    groups: dict[_Repetition, list[CompiledRow]] = {}
+    loop_of: dict[_Repetition, Loop] = {}
     for row, computation, instruction in program.collectives("all_reduce", "all_gather"):
         loop = None
         if row.kind == "all_reduce":
@@ -38,7 +38,7 @@ def loops(program: CompiledProgram) -> Iterator[Finding]:
             loop = program.uses.loops[computation.id]
         if loop is not None:
             _, while_instruction = loop
-            key = _Repeated(row.kind, row.axes, row.place, while_instruction.id)
+            key = _Repetition(row.kind, row.axes, row.place, while_instruction.id)
             groups.setdefault(key, []).append(row)
             loop_of[key] = loop
     for key, rows in groups.items():
@@ -51,7 +51,7 @@ def loops(program: CompiledProgram) -> Iterator[Finding]:
             yield Finding("gathered-each-iteration", f"{runs}, on the same operand each time.", key.place, remedy)
 
 
-class _Repeated(NamedTuple):
+class _Repetition(NamedTuple):
     """Collectives of one kind, place and loop, which are one finding."""
 
     kind: str
@@ -70,7 +70,7 @@ def _describe_runs(program: CompiledProgram, rows: list[CompiledRow], loop: Loop
     verb = "run"
     if len(rows) == 1:
         verb = "runs"
-    text = f"{together(rows)} {verb} {times} in the loop"
+    text = f"{describe_rows(rows)} {verb} {times} in the loop"
     source = program.module.source(while_instruction)
     if source:
         text += f" at {source}"
@@ -90,22 +90,23 @@ def _find_summing_loop(uses: Uses, computation: proto.Computation, all_reduce: p
     values = [Value(computation, all_reduce)]
     while computation.id in uses.loops:
         loop = uses.loops[computation.id]
-        if _accumulating_elements(uses, values, _is_linear):
+        if _find_accumulators(uses, values, _is_linear):
             return loop
-        stacked = _accumulating_elements(uses, values, _is_linear_or_stacks)
-        if not stacked:
+        stacks = _find_accumulators(uses, values, _is_linear_or_stacks)
+        if not stacks:
             return None
+        # What the loop around does with the stacks: they are elements of what this loop returns.
         computation, instruction = loop
         values = []
         for reader, _ in uses.readers(computation, instruction.id):
-            if reader.opcode == "get-tuple-element" and reader.tuple_index in stacked:
+            if reader.opcode == "get-tuple-element" and reader.tuple_index in stacks:
                 values.append(Value(computation, reader))
     return None
 
 
-def _accumulating_elements(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
+def _find_accumulators(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
     """The elements of a loop's state that only accumulate these values; none if they are used in any other way."""
-    elements = _elements_reached(uses, values, passes)
+    elements = _find_elements(uses, values, passes)
     body = values[0].computation
     state_reads: dict[int, proto.Instruction] = {}  # the first read of each element
     for reader, _ in uses.readers(body, body.parameters[0].id):
@@ -114,12 +115,12 @@ def _accumulating_elements(uses: Uses, values: list[Value], passes: Passes) -> s
     for element in elements:
         carried = state_reads.get(element)
         # The old value of the element may only go into the new one.
-        if carried is None or _elements_reached(uses, [Value(body, carried)], passes) != {element}:
+        if carried is None or _find_elements(uses, [Value(body, carried)], passes) != {element}:
             return set()
     return elements
 
 
-def _elements_reached(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
+def _find_elements(uses: Uses, values: list[Value], passes: Passes) -> set[int]:
     """The elements of the loop's state that values become; none if anything else reads them."""
     elements = set()
     for value in values:
@@ -144,7 +145,9 @@ def _is_linear(use: CompiledUse) -> bool:
 
 def _is_linear_or_stacks(use: CompiledUse) -> bool:
     """The same, or the write of a value into a stack: of the stack (operand 0) or of the value (operand 1)."""
-    return _is_linear(use) or (use.opcode == "dynamic-update-slice" and use.position < 2)
+    if use.opcode == "dynamic-update-slice":
+        return use.position < 2
+    return _is_linear(use)
 
 
 def _is_same_each_time(body: proto.Computation, collective: proto.Instruction) -> bool:

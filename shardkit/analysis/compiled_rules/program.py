@@ -186,7 +186,7 @@ def _find_line_of_stack(frames: Sequence[proto.Frame]) -> str:
     return own_line(frames) or proto.outside_kernels(frames)
 
 
-def together(rows: Iterable[CompiledRow]) -> str:
+def describe_rows(rows: Iterable[CompiledRow]) -> str:
     """Collectives of one kind and place in words, as "all_gather over 'data' of 64 bytes"."""
     rows = list(rows)
     first = rows[0]

@@ -35,7 +35,7 @@ def second_call(program: CompiledProgram) -> Iterator[Finding]:
     # Not isinstance: a NamedTuple, such as a TrainState, is one result.
     if type(results) is not tuple:
         results = (results,)
-    second = _next_arguments(first, step.args, results)
+    second = _choose_next_arguments(first, step.args, results)
     kinds_after = [_list_kinds(argument) for argument in second]
     if not _compiles_again(step.fn, second):
         return
@@ -99,7 +99,7 @@ def _copy_arrays(args: Any) -> Any:
     return jax.tree.map(copy, args)
 
 
-def _next_arguments(first: Sequence[Any], originals: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def _choose_next_arguments(first: Sequence[Any], originals: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The arguments of the next call.
 
     An argument that the call consumed, or a tree of several leaves, is the next result of the same shapes: step(state,

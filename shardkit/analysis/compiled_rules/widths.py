@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit.analysis.compiled_rules.program import CompiledProgram, together
+from shardkit.analysis.compiled_rules.program import CompiledProgram, describe_rows
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import CompiledUse, Value
 from shardkit.analysis.rules.rule import Finding
@@ -29,7 +29,7 @@ def widths(program: CompiledProgram) -> Iterator[Finding]:
     for (_, _, place, short), rows in groups.items():
         yield Finding(
             "float32-traffic",
-            f"{together(rows)} in float32: the values are converted to {short} directly after.",
+            f"{describe_rows(rows)} in float32: the values are converted to {short} directly after.",
             place,
             f"Convert to {short} before, while the value is still in parts: you then send half.",
         )
@@ -42,7 +42,7 @@ def _find_short_type(program: CompiledProgram, value: Value) -> str | None:
         if use.opcode != "convert":
             return None
         types.add(use.value.instruction.shape.type)
-    if not types or not types <= set(_SHORT):
+    if not types or not types <= _SHORT.keys():
         return None
     return _SHORT[types.pop()]
 
@@ -58,5 +58,6 @@ def _is_float32(program: CompiledProgram, value: Value) -> bool:
     computation, instruction, callers = program.uses.find_maker(value)
     if instruction.opcode != "convert":
         return True
+    # Two converts, bfloat16 to float32 before the collective and back after it, are the backend's own.
     operand = Value(computation, computation.instructions[instruction.operands[0]], callers)
     return program.uses.find_maker(operand).instruction.shape.type not in _SHORT

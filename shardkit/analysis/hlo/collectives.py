@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit._jax.jaxprs import find_share
@@ -101,12 +102,28 @@ def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock 
 
     `sizes` are those of the mesh axes, in mesh order; device i of the program is device i of the mesh.
     """
-    return tuple(Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
+    return tuple(Reader(module, dict(sizes), clock).rows(ComputationRun(module.entry)))
 
 
 def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
     """FLOPs, bytes and seconds of one call's compute on one device."""
     return ModuleWork(module, clock.compute).of_computation(module.entry)
+
+
+class ComputationRun(NamedTuple):
+    """A computation, and how one call of the program runs it.
+
+    Attributes:
+        number: its id.
+        times: how often; None if that is not known.
+        constants: the whole numbers in the tuple that is its parameter, by their index.
+        branch: "" or "branch 1 of 2" inside a conditional.
+    """
+
+    number: int
+    times: int | None = 1
+    constants: Mapping[int, int] = MappingProxyType({})
+    branch: str = ""
 
 
 # Worked example. A step on fsdp=4 has these scheduled instructions:
@@ -129,27 +146,17 @@ class Reader:
         self.workload = ModuleWork(module, clock.compute)
         self.pairs = Pairs(module)
 
-    def rows(
-        self,
-        number: int,
-        times: int | None,
-        constants: Mapping[int, int],
-        branch: str,
-        under_way: frozenset[int] = frozenset(),
-    ) -> Iterator[CompiledRow]:
-        """The rows of a computation that runs `times` times; `constants` are those in its parameter's tuple.
-
-        `under_way` are the channels of collectives that have started outside of it and end after it.
-        """
-        computation = self.module.computations[number]
+    def rows(self, run: ComputationRun, under_way: frozenset[int] = frozenset()) -> Iterator[CompiledRow]:
+        """The rows of a computation; `under_way` are the channels of collectives that start before it and end after."""
+        computation = self.module.computations[run.number]
         instructions = list(computation.instructions.values())
         pairings, unended = self.pairs.pair(computation, under_way)
         slots = [_Slot(self.workload.of(computation, instruction)) for instruction in instructions]
         for position, instruction in enumerate(instructions):
             if position not in pairings:
                 channels = under_way | _find_channels_under_way(pairings, position)
-                for call in self._calls(computation, instruction, times, constants, branch):
-                    yield from self.rows(*call, channels)
+                for inner_run in self._list_runs(run, computation, instruction):
+                    yield from self.rows(inner_run, channels)
                 continue
             pairing = pairings[position]
             if pairing is None:  # an asynchronous collective starts or continues here; its row stands at its end
@@ -158,28 +165,25 @@ class Reader:
             between = None
             if start is not None:
                 between = slots[start + 1 : position]
-            yield self._row(collective, times, branch, between)
+            yield self._make_row(run, collective, between)
         for collective in unended:  # nothing is known to hide it
-            yield self._row(collective, times, branch, None)
+            yield self._make_row(run, collective, None)
 
-    def _calls(
-        self,
-        computation: proto.Computation,
-        instruction: proto.Instruction,
-        times: int | None,
-        constants: Mapping[int, int],
-        branch: str,
-    ) -> Iterator[tuple[int, int | None, Mapping[int, int], str]]:
-        """The computations that an instruction runs, with the other arguments of `rows`."""
+    def _list_runs(
+        self, run: ComputationRun, computation: proto.Computation, instruction: proto.Instruction
+    ) -> Iterator[ComputationRun]:
+        """The computations that an instruction runs, in a run of the computation that has it."""
+        times = run.times
+        branch = run.branch
         if instruction.opcode == "while":
             body, condition = instruction.calls
-            length, loop_constants = trip_count(self.module, computation, instruction, constants)
+            length, constants = trip_count(self.module, computation, instruction, run.constants)
             if length is None or times is None:
-                yield body, None, loop_constants, branch
-                yield condition, None, loop_constants, branch
+                yield ComputationRun(body, None, constants, branch)
+                yield ComputationRun(condition, None, constants, branch)
             else:
-                yield body, times * length, loop_constants, branch
-                yield condition, times * (length + 1), loop_constants, branch  # once more, to end the loop
+                yield ComputationRun(body, times * length, constants, branch)
+                yield ComputationRun(condition, times * (length + 1), constants, branch)  # once more, to end the loop
         elif instruction.opcode == "conditional":
             # The empty branch sends nothing, so that its count does not matter.
             share = find_share(instruction.op_name)
@@ -189,14 +193,12 @@ class Reader:
                 inner_branch = f"branch {number} of {len(instruction.calls)}"
                 if branch:  # a conditional in a conditional
                     inner_branch = f"{branch}, {inner_branch}"
-                yield call, times, {}, inner_branch
+                yield ComputationRun(call, times, branch=inner_branch)
         elif instruction.opcode in ("call", "async-start"):
             for call in instruction.calls:
-                yield call, times, {}, branch
+                yield ComputationRun(call, times, branch=branch)
 
-    def _row(
-        self, collective: FoundCollective, times: int | None, branch: str, between: list[_Slot] | None
-    ) -> CompiledRow:
+    def _make_row(self, run: ComputationRun, collective: FoundCollective, between: list[_Slot] | None) -> CompiledRow:
         """The row of a collective; `between` is the compute between its start and its end; None if synchronous."""
         instruction = collective.instruction
         kind = collective.kind
@@ -217,7 +219,7 @@ class Reader:
             name=instruction.name,
             axes=axes,
             n=n,
-            count=times,
+            count=run.times,
             arrays=operands.arrays,
             bytes_in=operands.bytes,
             bytes_out=_count_result_bytes(kind, operands.bytes, n),
@@ -228,7 +230,7 @@ class Reader:
             exposed=exposed,
             op_name=instruction.op_name or collective.carrier.op_name,
             source=collective.find_source(self.module),
-            branch=branch,
+            branch=run.branch,
         )
 
 
@@ -355,9 +357,10 @@ class Pairs:
                 pairings[position] = None
                 if self._ends(instruction):
                     pairings[position] = started.pop(start)
-            elif collective is None:
                 continue
-            elif self._is_copy_of(collective, under_way):
+            if collective is None:
+                continue
+            if self._is_copy_of(collective, under_way):  # counted where it ends, after this loop
                 pairings[position] = None
             elif self._starts(instruction):
                 started[instruction.id] = (collective, position)
@@ -365,7 +368,8 @@ class Pairs:
                 pairings[position] = None
             else:
                 pairings[position] = (collective, None)
-        return pairings, [collective for collective, _ in started.values()]
+        unended = [collective for collective, _ in started.values()]
+        return pairings, unended
 
     def _find_start_of_copy(self, copy: FoundCollective, started: Mapping[int, Pairing]) -> int | None:
         """The id of the started collective of which a fusion after a loop holds a copy, None without one."""

@@ -142,17 +142,25 @@ class ModuleWork:
         if opcode == "conditional":
             largest = self._largest_branch(instruction)
             share = find_share(instruction.op_name)
-            return largest if share is None else largest.scale(share)
+            if share is None:
+                return largest
+            return largest.scale(share)
         if opcode == "call":
             return self.of_computation(instruction.calls[0])
         if opcode == "copy-start":
             size = _count_copied_bytes(instruction)
             return Work(0, size, self.seconds(0, size))
+        return self._count_code(computation, instruction)
+
+    def _count_code(self, computation: proto.Computation, instruction: proto.Instruction) -> Work:
+        """The work of an instruction with code of its own, which reads its operands and writes its result."""
         flops = self.flops(computation, instruction)
         size = _bytes_written(self.module, computation, instruction)
         for number in range(len(instruction.operands)):
             size += self._bytes_read(computation, instruction, number)
-        kernels = int(_KERNELS.match(instruction.target) is not None)
+        kernels = 0
+        if _KERNELS.match(instruction.target):
+            kernels = 1
         estimate = instruction.config.get("custom_call_config", {}).get("cost_estimate")
         if kernels and estimate:  # a kernel of Pallas with `cost_estimate=`
             kernels = 0
@@ -187,7 +195,11 @@ class ModuleWork:
         return sum(self.flops(fused, part) for part in fused.instructions.values())
 
     def _bytes_read(self, computation: proto.Computation, instruction: proto.Instruction, number: int) -> int:
-        """Bytes that an instruction reads of operand `number`."""
+        """Bytes that an instruction reads of operand `number`.
+
+        For example of a stack f32[12, 64, 64] of which a fusion slices one layer 16 KB, and of an operand that it reads
+        twice the bytes once: no more than the operand has.
+        """
         if _moves_data(instruction):  # in a fusion, beside the compute that hides it
             return 0
         size = computation.instructions[instruction.operands[number]].shape.bytes
@@ -334,6 +346,7 @@ def _count_members_on_a_host(groups: Groups, places: Sequence[Sequence[int]]) ->
     """How many members every group has at least on each of its hosts: as many network adapters carry its messages."""
     fewest = len(places)
     for group in groups:
+        # Members by (slice, host).
         members = Counter(tuple(places[device][:2]) for device in group)
-        fewest = min(fewest, *members.values())
+        fewest = min(fewest, min(members.values()))
     return fewest

@@ -76,12 +76,6 @@ def _format_rows(rows: tuple[CompiledRow, ...]) -> str:
 def _make_line(rows: list[CompiledRow]) -> tuple[str, str, str, str, str, str, str]:
     """The cells of collectives that are alike, under the heads."""
     first = rows[0]
-    times = str(sum(row.times for row in rows))
-    if first.count is None:
-        times += "?"
-    place = first.place
-    if first.branch:
-        place += f" [{first.branch}]"
     sent = sum((row.total for row in rows), Fraction(0))
     runs = "synchronous"
     if first.asynchronous:
@@ -89,12 +83,27 @@ def _make_line(rows: list[CompiledRow]) -> tuple[str, str, str, str, str, str, s
     return (
         first.kind,
         f"{','.join(first.axes)}={first.n}",
-        times,
+        format_times(rows),
         f"{first.bytes_in:,}",
         f"{int(sent):,}",
         runs,
-        place,
+        format_place(first),
     )
+
+
+def format_times(rows: list[CompiledRow]) -> str:
+    """How often collectives run that are alike: "12", and "12?" in a loop whose length is not in the program."""
+    times = sum(row.times for row in rows)
+    if rows[0].count is None:
+        return f"{times}?"
+    return str(times)
+
+
+def format_place(row: CompiledRow) -> str:
+    """The line of a collective, with the branch that it is in: "model.py:12 (layer) [branch 1 of 2]"."""
+    if not row.branch:
+        return row.place
+    return f"{row.place} [{row.branch}]"
 
 
 def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
@@ -194,6 +203,7 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[CompilerChange]
             census_rows.append(row)
     compiled_rows = [row for row in rows if row.n > 1]
     before, after, added = _tally(census_rows, compiled_rows)
+    # Before all others: a reduce_scatter that runs as a sum would be one that is missing, and a sum that is new.
     differences, after = _find_scatters_run_as_sums(before, after)
     for key in sorted(before.keys() | after.keys()):
         kind, _ = key
@@ -318,7 +328,9 @@ def _axes_as_compiled(written_row: CensusRow, rows: Iterable[CompiledRow]) -> tu
     # False sorts before True, and `sorted` keeps the order of equals.
     same_size_first = sorted(rows, key=lambda row: row.bytes_in != written_row.bytes_in)
     for row in same_size_first:
-        if row.kind == written_row.kind and row.n == written_row.n > 1 and set(row.axes) < set(written_row.axes):
+        is_alike = row.kind == written_row.kind and row.n == written_row.n
+        has_fewer_axes = set(row.axes) < set(written_row.axes)
+        if is_alike and row.n > 1 and has_fewer_axes:
             return tuple(sorted(row.axes))
     return tuple(sorted(written_row.axes))
 
@@ -329,15 +341,17 @@ def _find_scatters_run_as_sums(before: _Tally, after: _Tally) -> tuple[list[Comp
     For example one reduce_scatter of 768 bytes is written, and one all_reduce of 1,536 is compiled: an all_reduce sends
     twice what a reduce_scatter does.
     """
-    found_changes = []
+    changes_of_scatters = []
     restored = dict(after)
-    for key in sorted(key for key in before if key[0] == "reduce_scatter"):
+    for key in sorted(before):
+        kind, axes = key
+        if kind != "reduce_scatter":
+            continue
         scatters = before[key]
         compiled_scatters = after.get(key, _NOTHING)
         missing_times = scatters.times - compiled_scatters.times
         missing_bytes = scatters.sent - compiled_scatters.sent
-        _, axes = key
-        sum_key = "all_reduce", axes
+        sum_key = ("all_reduce", axes)
         if missing_times <= 0 or sum_key not in before | after:
             continue
         sums = before.get(sum_key, _NOTHING)
@@ -350,13 +364,13 @@ def _find_scatters_run_as_sums(before: _Tally, after: _Tally) -> tuple[list[Comp
         sent = _describe_bytes(2 * missing_bytes)
         written = f"{float(missing_bytes):,.0f}"
         line = f"run as all_reduce: {missing_times} x {_describe_key(key)}, {sent} instead of {written}{scatters.at}"
-        found_changes.append(CompilerChange(line, "reduce_scatter", more=True))
+        changes_of_scatters.append(CompilerChange(line, "reduce_scatter", more=True))
         restored[key] = compiled_scatters._replace(times=scatters.times, sent=scatters.sent)
-        restored[sum_key] = compiled_sums._replace(
-            times=max(compiled_sums.times - missing_times, min(1, sums.times)),  # they may have been merged
-            sent=max(compiled_sums.sent - 2 * missing_bytes, sums.sent),
-        )
-    return found_changes, restored
+        # What is left are the sums that are written. At least one of them, for they may have been merged.
+        sum_times = max(compiled_sums.times - missing_times, min(1, sums.times))
+        sum_bytes = max(compiled_sums.sent - 2 * missing_bytes, sums.sent)
+        restored[sum_key] = compiled_sums._replace(times=sum_times, sent=sum_bytes)
+    return changes_of_scatters, restored
 
 
 def _describe_change(what: str, before: _Traffic, after: _Traffic) -> str:

@@ -13,10 +13,10 @@ from shardkit._arguments.checks import format_sizes
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of, total_work
 from shardkit.analysis.hlo.compute import NO_WORK, Work, clock_of
-from shardkit.analysis.hlo.differences import account, describe_differences, group_alike
+from shardkit.analysis.hlo.differences import account, describe_differences, format_place, format_times, group_alike
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
-from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of, sum_bytes
+from shardkit.analysis.jaxpr.census import Census, CensusRow, census_of, select_rows, sum_bytes
 from shardkit.meshes.layout import table
 
 # A compiler refuses a program in one of two forms, as "(21.50G) exceeds available memory (15.75G)" and
@@ -98,11 +98,7 @@ class Report:
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CompiledRow, ...]:
         """The compiled collectives that use an axis and are of a kind."""
-        rows = []
-        for row in self.rows:
-            if axis in (None, *row.axes) and kind in (None, row.kind):
-                rows.append(row)
-        return tuple(rows)
+        return select_rows(self.rows, axis, kind)
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
         """Compiled collectives per call."""
@@ -190,7 +186,8 @@ class Report:
     def _find_in_message(self, patterns: Sequence[str]) -> int:
         """The bytes in the compiler's message, in the first of its forms that it has; 0 where it has none."""
         for pattern in patterns:
-            # The number is rounded, as "21.50G": good for a report, not for a comparison of bytes.
+            # For example "Used 21.50G of 15.75G hbm" needs 21.5 * 2^30 bytes. They are rounded: good for a report, not
+            # for a comparison of bytes.
             match = re.search(pattern, self.message)
             if match is not None:
                 number, unit = match.groups()
@@ -277,7 +274,11 @@ def format_bytes(count: float | Fraction) -> str:
 
 def format_versions(versions: Mapping[str, str]) -> str:
     """Packages with their versions, as "jax 0.10.2, libtpu 0.0.42"; of a version of several lines the first."""
-    return ", ".join(f"{package} {version.splitlines()[0]}" for package, version in versions.items())
+    texts = []
+    for package, version in versions.items():
+        first_line = version.splitlines()[0]
+        texts.append(f"{package} {first_line}")
+    return ", ".join(texts)
 
 
 def _format_ms(seconds: float) -> str:
@@ -298,9 +299,6 @@ def _format_rows(rows: tuple[CompiledRow, ...]) -> str:
 def _make_line(rows: list[CompiledRow]) -> tuple[str, ...]:
     """The cells of collectives that are alike, under the heads."""
     first = rows[0]
-    times = str(sum(row.times for row in rows))
-    if first.count is None:
-        times += "?"
     sent = sum((row.total for row in rows), Fraction(0))
     exposed = sum(row.exposed * row.times for row in rows)
     runs = "synchronous"
@@ -309,20 +307,17 @@ def _make_line(rows: list[CompiledRow]) -> tuple[str, ...]:
         runs = "overlapped"
         flops = sum(row.hidden_flops * row.times for row in rows)
         hidden_by = f"{flops / 1e9:,.1f} GFLOP"
-    source = first.place
-    if first.branch:
-        source += f" [{first.branch}]"
     return (
         first.kind,
         f"{','.join(first.axes)}={first.n}",
-        times,
+        format_times(rows),
         str(first.arrays),
         f"{first.bytes_in:,}",
         format_bytes(sent),
         runs,
         hidden_by,
         _format_ms(exposed),
-        source,
+        format_place(first),
     )
 
 
@@ -336,7 +331,8 @@ def plain_row(row: CensusRow | CompiledRow) -> dict[str, Any]:
 
 def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row that `plain_row` wrote."""
+    numerator, denominator = row["sent"]
     fields = dict(row)
     fields["axes"] = tuple(row["axes"])
-    fields["sent"] = Fraction(*row["sent"])
+    fields["sent"] = Fraction(numerator, denominator)
     return fields

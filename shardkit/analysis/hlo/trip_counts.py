@@ -99,15 +99,35 @@ def _count_iterations(
     step = _find_step(module, body, counter.index)
     if not isinstance(first, _Constant) or limit is None or not step:
         return None
-    distance = limit - first.value
-    if test.direction == "LE":
-        distance += 1
-    elif test.direction == "GE":
-        distance -= 1
-    if not _reaches_limit(test.direction, distance, step):
+    return _count_steps(test.direction, first.value, limit, step)
+
+
+def _count_steps(direction: str, first: int, limit: int, step: int) -> int | None:
+    """How often `counter direction limit` holds of a counter that starts at `first` and goes on by `step`.
+
+    i < 10     from 0 by 3     0, 3, 6, 9        4
+    i <= 12    from 0 by 3     0, 3, 6, 9, 12    5
+    i > 0      from 6 by -3    6, 3              2
+    i != 12    from 0 by 3     0, 3, 6, 9        4
+    i != 10    from 0 by 3     never 10          None
+    i < 10     from 0 by -3    never up to 10    None
+    """
+    end = limit  # the first number of which it does not hold
+    if direction in ("LT", "LE"):
+        is_counted = step > 0
+        if direction == "LE":
+            end = limit + 1
+    elif direction in ("GT", "GE"):
+        is_counted = step < 0
+        if direction == "GE":
+            end = limit - 1
+    else:
+        # Not where a counter moves away from the number that ends the loop.
+        is_counted = direction == "NE" and (limit - first) % step == 0 and (limit - first) // step >= 0
+    if not is_counted:
         return None
-    iterations = -(-distance // step)  # the last step may pass the limit
-    return max(0, iterations)
+    steps = -((first - end) // step)  # rounded up, because the last step may pass the end
+    return max(0, steps)
 
 
 def _put_limit_right(test: _Comparison, loop_constants: Mapping[int, int]) -> _Comparison:
@@ -133,15 +153,6 @@ def _find_step(module: proto.Module, body: proto.Computation, index: int) -> int
     if isinstance(term, _Sum) and term.index == index:
         return term.step
     return None
-
-
-def _reaches_limit(direction: str, distance: int, step: int) -> bool:
-    """Whether a counter that runs while `counter direction limit` holds comes to an end that is known."""
-    if direction in ("LT", "LE"):
-        return step > 0
-    if direction in ("GT", "GE"):
-        return step < 0
-    return direction == "NE" and distance % step == 0
 
 
 def _is_unchanged(module: proto.Module, body: proto.Computation, index: int) -> bool:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
 from shardkit.meshes.network import Moves
+
+_AnyRow = TypeVar("_AnyRow", bound=Any)  # a CensusRow, or a row of a compiled program
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,7 @@ class Census:
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CensusRow, ...]:
         """The rows that use an axis and are of a kind."""
-        rows = []
-        for row in self.rows:
-            has_axis = axis is None or axis in row.axes
-            has_kind = kind is None or kind == row.kind
-            if has_axis and has_kind:
-                rows.append(row)
-        return tuple(rows)
+        return select_rows(self.rows, axis, kind)
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes are numbers."""
@@ -141,16 +137,14 @@ class Census:
         there = other._sum_by_kind_and_axes()
         nothing = (0, Fraction(0))
         lines = []
-        for key in sorted(here.keys() | there.keys()):
-            count, sent = here.get(key, nothing)
-            other_count, other_sent = there.get(key, nothing)
+        for kind, axes in sorted(here.keys() | there.keys()):
+            count, sent = here.get((kind, axes), nothing)
+            other_count, other_sent = there.get((kind, axes), nothing)
             if (count, sent) == (other_count, other_sent):
                 continue
-            kind, axes = key
-            lines.append(
-                f"{kind} over {','.join(axes)}: {count} of {_bytes(sent)} here, "
-                f"{other_count} of {_bytes(other_sent)} there"
-            )
+            counts_here = f"{count} of {_bytes(sent)} here"
+            counts_there = f"{other_count} of {_bytes(other_sent)} there"
+            lines.append(f"{kind} over {','.join(axes)}: {counts_here}, {counts_there}")
         return "\n".join(lines)
 
     def _sum_by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
@@ -188,7 +182,8 @@ class Census:
         for row in self.rows:
             sizes = (row.bytes_in, row.bytes_out, row.sent)
             place = (row.backward, row.update, row.source, row.branch)
-            groups.setdefault((row.kind, row.axes, row.n, row.count, sizes, place), []).append(row)
+            key = (row.kind, row.axes, row.n, row.count, sizes, place)
+            groups.setdefault(key, []).append(row)
         return list(groups.values())
 
 
@@ -251,14 +246,23 @@ def census_of(jaxpr: Any) -> Census:
             if not mesh_axes(site.equation):  # vmap leaves sums over none
                 continue
             row = row_of(site)
+            # A sum of gradients after the backward pass, as that of data parallelism.
             rows.append(replace(row, update=id(site.equation) in of_gradients and not row.backward))
         elif claim is not None:
             rows.append(_row_of_foreign(site, claim))
-        # An unknown primitive inside a shard_map. One with jaxprs of its own is walked through, and shows what it
-        # sends.
-        elif not registered(site.name).name and site.sizes and not compat.inner_jaxprs(site.equation):
+        elif _is_unknown(site):
             _refuse_uncounted(site)
     return Census(tuple(rows))
+
+
+def _is_unknown(site: Site) -> bool:
+    """Whether a primitive inside a shard_map is none that `primitives.py` lists.
+
+    One with jaxprs of its own is walked through, and shows what it sends.
+    """
+    if registered(site.name).name or compat.inner_jaxprs(site.equation):
+        return False
+    return bool(site.sizes)
 
 
 def _refuse_uncounted(site: Site) -> None:
@@ -360,16 +364,18 @@ _ON_THE_WAY = VIEWS | {"slice", "dynamic_slice", "select_n", "pvary"}
 
 def _find_sum_dtype(site: Site, kind: str) -> str:
     """The dtype of what a collective adds; "" where it adds nothing."""
+    adds = False
     if kind in ("all_reduce", "reduce_scatter"):
         adds = registered(site.name).reduces not in ("maximum", "minimum")
-    else:
-        adds = kind == "ppermute" and _sends_partial_sums(site.jaxpr, site.equation)
+    elif kind == "ppermute":
+        adds = _sends_partial_sums(site.jaxpr, site.equation)
     if not adds:
         return ""
     dtypes = [v.aval.dtype for v in site.equation.invars]
     # Of several arrays in one psum the floats decide, because integers are added exactly.
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    return str(min(floats or dtypes, key=lambda dtype: dtype.itemsize, default=""))
+    narrowest = min(floats or dtypes, key=lambda dtype: dtype.itemsize, default="")
+    return str(narrowest)
 
 
 # Worked example: two kernels of a ring, each with `y = ppermute(x, ...)`.
@@ -456,7 +462,20 @@ def size_of(variable: Any) -> int:
 def sum_bytes(sizes: Iterable[Fraction]) -> int | Fraction:
     """Bytes in all; a Fraction only if they are no whole number."""
     total = sum(sizes, Fraction(0))
-    return int(total) if total.denominator == 1 else total
+    if total.denominator > 1:
+        return total
+    return int(total)
+
+
+def select_rows(rows: Iterable[_AnyRow], axis: str | None, kind: str | None) -> tuple[_AnyRow, ...]:
+    """The rows, of a traced or a compiled program, that use an axis and are of a kind; None: all."""
+    selected = []
+    for row in rows:
+        has_axis = axis is None or axis in row.axes
+        has_kind = kind is None or kind == row.kind
+        if has_axis and has_kind:
+            selected.append(row)
+    return tuple(selected)
 
 
 def _bytes(size: int | Fraction) -> str:

@@ -62,7 +62,9 @@ def of_loss(loss_fn: LossFn, params: Any, batch: Any, iterations: int | None = N
     step = jax.make_jaxpr(value_and_grad(loss_fn))(*args)
     residuals = jax.make_jaxpr(compute_residuals)(*args)
     # With its calls inlined the program shows which residuals follow from the parameters alone.
-    inlined = jax.make_jaxpr(partial(inline_jaxpr, residuals.jaxpr, residuals.consts))(*jax.tree.leaves(args))
+    evaluate = partial(inline_jaxpr, residuals.jaxpr, residuals.consts)
+    leaves = jax.tree.leaves(args)
+    inlined = jax.make_jaxpr(evaluate)(*leaves)
     copied_bytes, kept_bytes = count_kept_bytes(inlined.jaxpr, len(jax.tree.leaves(params)))
     return LossCounts(
         flops=flops(forward.jaxpr, iterations) / examples,
@@ -104,7 +106,7 @@ def flops(jaxpr: Any, iterations: int | None = None) -> int:
     for equation in jaxpr.eqns:
         total += flops_of(equation)
         inner = [flops(inner_jaxpr, iterations) for _, inner_jaxpr in inner_jaxprs(equation)]
-        if not any(inner):
+        if not any(inner):  # a while loop without matmuls need not say how often it runs
             continue
         if equation.primitive.name == "cond":
             total += max(inner)
@@ -182,7 +184,8 @@ def taps(size: int, kernel: int, result: int, *, stride: int, low: int, step: in
     for position in range(result):
         for tap in range(kernel):
             place = position * stride + tap * step - low
-            count += 0 <= place <= last and place % holes == 0
+            if 0 <= place <= last and place % holes == 0:
+                count += 1
     return count
 
 

@@ -189,6 +189,7 @@ class _StateReader(FactInterpreter[State]):
         name = equation.primitive.name
         sizes = self.context.sizes
         count = len(equation.outvars)
+        everywhere = _find_split(sizes, sizes)
         if kind_of(equation) is not None:
             if len(operands) > count:  # ragged_all_to_all takes offsets and sizes too
                 operands = [join(operands)]
@@ -200,12 +201,13 @@ class _StateReader(FactInterpreter[State]):
             return [State(_find_split(mesh_axes(equation), sizes))]
         if name == "random_bits":
             [key] = operands
-            return [key._replace(drawn=_find_split(sizes, sizes) - key.varies)]
+            return [key._replace(drawn=everywhere - key.varies)]
         if registered(name).same:
             return operands
         if name == "io_callback":  # the host may answer each device differently
-            return [ARGUMENT._replace(varies=_find_split(sizes, sizes))] * count
+            return [ARGUMENT._replace(varies=everywhere)] * count
         state = join(operands)
+        # A mask of random bits is a draw too, along the axes over which nothing else in it varies.
         drawn = [operand.drawn for operand in operands if operand.drawn]
         if drawn and name in _DRAW_KEEPING:
             state = state._replace(drawn=frozenset.intersection(*drawn) - state.varies)
@@ -229,8 +231,9 @@ class _StateReader(FactInterpreter[State]):
         inner = replace(inner, context=inner.context._replace(sizes=sizes), owner=equation)
         shards = []
         for state, spec in zip(operands, equation.params["in_specs"], strict=True):
-            split_here = _find_split(all_axes(spec), sizes) & manual
-            shards.append(state._replace(varies=state.varies | split_here))
+            split_axes = _find_split(all_axes(spec), sizes) & manual
+            shards.append(state._replace(varies=state.varies | split_axes))
+        # Outside there are no devices: a result is one array again.
         arrays = []
         for state in inner.run(body, shards):
             state = _make_equal(state, manual)
@@ -240,6 +243,7 @@ class _StateReader(FactInterpreter[State]):
     def scan(self, equation: Any, body: Any, operands: list[State]) -> Sequence[State]:
         consts, carry, rows = scan_operands(equation, operands)
         inner = self._enter(equation)
+        # The rules see a body once, with the states that hold in every iteration.
         silent = replace(inner, visit=None)
 
         def run_silently(carry: list[State]) -> list[State]:
@@ -325,7 +329,7 @@ def _send(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
     if kind_of(equation) == "ppermute":
         devices = math.prod(sizes[axis] for axis in axes)
         targets = {target for _, target in equation.params["perm"]}
-        all_receive = len(targets) == devices
+        all_receive = len(targets) == devices  # a device that receives nothing gets zeros
         if all_receive and not axes & state.varies:
             return state
     if registered(equation.primitive.name).differs:
@@ -340,8 +344,11 @@ def _exchange(state: State, axes: frozenset[str]) -> State:
 
 def _make_equal(state: State, axes: frozenset[str]) -> State:
     """A value that is the same on all devices of `axes`."""
-    hidden = frozenset((axis, line) for axis, line in state.hidden if axis not in axes)
+    hidden = set()
+    for axis, line in state.hidden:
+        if axis not in axes:
+            hidden.add((axis, line))
     reduced = state.reduced
     if state.from_argument:  # not of a constant: psum(1) is a count
         reduced |= axes
-    return state._replace(varies=state.varies - axes, reduced=reduced, hidden=hidden)
+    return state._replace(varies=state.varies - axes, reduced=reduced, hidden=frozenset(hidden))

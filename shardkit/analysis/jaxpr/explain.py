@@ -75,7 +75,9 @@ class Explanation:
         return len(self.rows)
 
     def __str__(self) -> str:
-        lines = [*map(str, self.rows)] or ["the backward pass sends nothing"]
+        lines = [str(row) for row in self.rows]
+        if not lines:
+            lines.append("the backward pass sends nothing")
         if self.after == 1:
             lines.append("1 collective after it takes its gradients: see census")
         elif self.after:
@@ -84,7 +86,10 @@ class Explanation:
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes sent as numbers."""
-        return json.dumps([{**asdict(row), "sent": float(row.sent)} for row in self.rows], indent=1)
+        rows = []
+        for row in self.rows:
+            rows.append({**asdict(row), "sent": float(row.sent)})
+        return json.dumps(rows, indent=1)
 
 
 @typed
@@ -187,8 +192,13 @@ def _make_key(equation: Any, transpose: str | None = None) -> _Key:
 
 def _explain_site(site: Site, origins: Sequence[Site]) -> Reason:
     row = row_of(site)
-    names = list(dict.fromkeys(_name_value(origin.equation.invars[0], origin) for origin in origins))
-    value = " or ".join(names) or _name_value(site.equation.invars[0], site)
+    # Of several origins, as in a function that is called twice, each name once.
+    names: dict[str, None] = {}
+    for origin in origins:
+        names[_name_value(origin.equation.invars[0], origin)] = None
+    if not names:
+        names[_name_value(site.equation.invars[0], site)] = None
+    value = " or ".join(names)
     return Reason(
         kind=row.kind,
         axes=row.axes,
@@ -228,7 +238,8 @@ def _name_other_operand(site: Site, axes: tuple[str, ...]) -> str:
     """The name of the value that a value was cast to match: the other operand of its first use."""
     cast = site.equation.outvars[0]
     for equation in site.jaxpr.eqns:
-        if not any(v is cast for v in equation.invars):
+        uses_cast = any(operand is cast for operand in equation.invars)
+        if not uses_cast:
             continue
         for operand in equation.invars:
             if operand is not cast and set(axes) <= compat.varying_axes(operand.aval):

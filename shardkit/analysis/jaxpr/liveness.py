@@ -57,13 +57,14 @@ class Liveness:
     def _run(self, program: Any, are_read: Sequence[bool]) -> list[bool]:
         """Which arguments of a program are read, if these of its results are."""
         jaxpr = getattr(program, "jaxpr", program)
-        values: set[Any] = set()
+        values: set[Any] = set()  # that are read, of the equations so far
         _add(values, jaxpr.outvars, are_read)
         for equation in reversed(jaxpr.eqns):
             if registered(equation.primitive.name).same:
                 self._origins.update(zip(equation.outvars, equation.invars, strict=True))
             results = [variable in values for variable in equation.outvars]
-            _add(values, equation.invars, self._step(equation, results))
+            operands = self._step(equation, results)
+            _add(values, equation.invars, operands)
         self._values |= values
         return [variable in values for variable in jaxpr.invars]
 
@@ -106,28 +107,31 @@ class Liveness:
 
     def _step_scan(self, equation: Any, results: list[bool]) -> list[bool]:
         """A carry is read if the result is, or if the body needs it for a carry that is read."""
-        count = compat.scan_parts(equation)[1]
-        carry, stacked = results[:count], results[count:]
+        _, carry_count = compat.scan_parts(equation)
+        carry = results[:carry_count]
+        stacked = results[carry_count:]
         while True:
             operands = self._run(equation.params["jaxpr"], [*carry, *stacked])
-            consts, before, rows = scan_operands(equation, operands)
-            grown = _either(carry, before)
-            if grown == carry:
+            consts, carry_of_body, rows = scan_operands(equation, operands)
+            widened = _either(carry, carry_of_body)
+            if widened == carry:
                 return [*consts, *carry, *rows]
-            carry = grown
+            carry = widened
 
     def _step_while(self, equation: Any, results: list[bool]) -> list[bool]:
         """As of a scan. The condition reads its part of the carry with any result."""
-        of_test = equation.params["cond_nconsts"]
-        of_body = equation.params["body_nconsts"]
+        test_const_count = equation.params["cond_nconsts"]
+        body_const_count = equation.params["body_nconsts"]
         operands_of_test = self._run(equation.params["cond_jaxpr"], [True])
-        carry = _either(results, operands_of_test[of_test:])
+        test_consts = operands_of_test[:test_const_count]
+        carry = _either(results, operands_of_test[test_const_count:])
         while True:
             operands = self._run(equation.params["body_jaxpr"], carry)
-            grown = _either(carry, operands[of_body:])
-            if grown == carry:
-                return [*operands_of_test[:of_test], *operands[:of_body], *carry]
-            carry = grown
+            body_consts = operands[:body_const_count]
+            widened = _either(carry, operands[body_const_count:])
+            if widened == carry:
+                return [*test_consts, *body_consts, *carry]
+            carry = widened
 
 
 def _add(values: set[Any], atoms: Sequence[Any], are_read: Sequence[bool]) -> None:
@@ -138,4 +142,5 @@ def _add(values: set[Any], atoms: Sequence[Any], are_read: Sequence[bool]) -> No
 
 
 def _either(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:
+    """What is read by one of two."""
     return [a or b for a, b in zip(first, second, strict=True)]

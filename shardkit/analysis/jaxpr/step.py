@@ -64,8 +64,10 @@ class TracedStep(NamedTuple):
             for parameter in inspect.signature(self.fn).parameters.values():
                 if parameter.kind in positional:
                     names.append(parameter.name)
-        unnamed = [f"args[{number}]" for number in range(len(names), len(self.args))]
-        return [*names[: len(self.args)], *unnamed]
+        names = names[: len(self.args)]
+        for number in range(len(names), len(self.args)):
+            names.append(f"args[{number}]")
+        return names
 
 
 class StepLeaf(NamedTuple):
@@ -86,9 +88,8 @@ def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = Mapping
     traced = _trace_by_itself(fn, args, kwargs)
     if traced is not None:
         return TracedStep(fn, args, traced, kwargs=kwargs)
-    leaves = jax.tree.leaves(args)
     is_plain_function = not hasattr(fn, "lower")
-    if is_plain_function and all(_is_array(leaf) or isinstance(leaf, int | float | complex) for leaf in leaves):
+    if is_plain_function and all(map(_is_array_or_number, jax.tree.leaves(args))):
         return TracedStep(fn, args, jax.jit(fn).trace(*args, **kwargs), kwargs=kwargs)
     traced = _trace_arrays(fn, args, kwargs)
 
@@ -128,10 +129,12 @@ def _trace_arrays(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         call_leaves = list(leaves)
         for number, array in zip(numbers, arrays, strict=True):
             call_leaves[number] = array
-        results = fn(*jax.tree.unflatten(structure, call_leaves), **kwargs)
+        call_args = jax.tree.unflatten(structure, call_leaves)
+        results = fn(*call_args, **kwargs)
         return [leaf for leaf in jax.tree.leaves(results) if _is_array(leaf)]
 
-    return jax.jit(call).trace(*(leaves[number] for number in numbers))
+    arrays = [leaves[number] for number in numbers]
+    return jax.jit(call).trace(*arrays)
 
 
 def leaves_of(step: TracedStep) -> list[StepLeaf]:
@@ -185,6 +188,11 @@ def first_use(jaxpr: Any, variable: Any) -> str:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _is_array_or_number(leaf: Any) -> bool:
+    """Whether jit takes a leaf as it is."""
+    return _is_array(leaf) or isinstance(leaf, int | float | complex)
 
 
 def _unwrap_stage(stage: Any, kind: type[T]) -> T | None:

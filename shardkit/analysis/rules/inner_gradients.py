@@ -31,7 +31,10 @@ def inner_gradients(program: TracedProgram) -> Iterator[Finding]:
         axes = [axis for axis in mesh_axes(site.equation) if axis in batch_axes]
         # Where a constant, equal on all devices, meets the batch, jax casts it to a value that varies. The transpose of
         # that cast is the sum over devices: right for a weight, and wrong for a perturbation of each device's own.
-        casts = [origin.equation.invars[0] for origin in origins if registered(origin.name).cast]
+        casts = []
+        for origin in origins:
+            if registered(origin.name).cast:
+                casts.append(origin.equation.invars[0])
         if axes and casts and _is_differentiated_again(site) and _begins_as_constant(casts, states):
             yield Finding(
                 "inner-gradient-of-a-constant",

@@ -55,7 +55,7 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
     # jax gives zeros to a device that nobody sends to. They are meant in a shift without wrap, where the edge of a
     # domain receives nothing, and where a jnp.where puts something else in their place.
     targets = {target for _, target in pairs}
-    without_source = [device for device in range(n) if device not in targets]
+    without_source = sorted(set(range(n)) - targets)
     if without_source and not _is_open_shift(pairs, shape) and _is_unmasked(jaxpr, equation):
         devices = ", ".join(str(device) for device in without_source[:3])
         if len(without_source) > 3:
@@ -68,9 +68,10 @@ def _find_problem(jaxpr: Any, equation: Any, axes: tuple[str, ...], shape: Seque
 
 def _find_wrong_device(pairs: Sequence[tuple[int, int]], n: int) -> str:
     """The first device that is named and does not exist, else the first that is named twice; "" if there is none."""
-    sources = [source for source, _ in pairs]
-    targets = [target for _, target in pairs]
-    roles = {"source": sources, "target": targets}
+    roles: dict[str, list[int]] = {"source": [], "target": []}
+    for source, target in pairs:
+        roles["source"].append(source)
+        roles["target"].append(target)
     for role, devices in roles.items():
         for device in devices:
             if not 0 <= device < n:

@@ -11,6 +11,7 @@ from typing import Any
 from shardkit._arguments.checks import describe_error
 from shardkit.analysis.jaxpr.census import Census, census_of
 from shardkit.analysis.jaxpr.dataflow import Block, follow
+from shardkit.analysis.jaxpr.futures import Future, find_futures
 from shardkit.analysis.jaxpr.step import TracedStep
 
 
@@ -41,6 +42,11 @@ class TracedProgram:
     def census(self) -> Census:
         """Every collective as written."""
         return census_of(self.step.jaxpr)
+
+    @cached_property
+    def futures(self) -> list[Future]:
+        """Every collective that is started, and where its future ends."""
+        return find_futures(self.step.jaxpr)
 
 
 @contextmanager

@@ -57,9 +57,8 @@ def _check_operand(block: Block, equation: Any, operand: Any, operation: str) ->
             "Leave it out; to average gradients, cast the parameters with sk.vary before differentiating; to change "
             "only the type, gather with replicated=True."
         )
-    elif state.from_argument and not compat.in_jvp(
-        equation
-    ):  # a tangent, which looks like its argument, is summed rightly
+    # A tangent, which looks like its argument, is summed rightly.
+    elif state.from_argument and not compat.in_jvp(equation):
         reason = "comes from replicated arguments"
         remedy = "Leave it out, or split the argument over the axis."
     else:

@@ -67,11 +67,12 @@ class _Names:
 
     def make(self, operation: Any, operands: Sequence[NamedValue] = ()) -> NamedValue:
         """The value that an operation makes of these operands."""
-        key = (operation, *(value.name for value in operands))
-        number = self._numbers.setdefault(key, len(self._numbers))
         loops: frozenset[int] = frozenset()
+        names = []
         for value in operands:
             loops |= value.loops
+            names.append(value.name)
+        number = self._numbers.setdefault((operation, *names), len(self._numbers))
         return NamedValue(number, loops)
 
 
@@ -104,7 +105,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
 
     def step(self, equation: Any, operands: list[NamedValue]) -> Sequence[NamedValue]:
         jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
-        # Most of a model neither draws nor makes keys: not reading it keeps lint fast.
+        # Most of a model neither draws nor makes keys, and need not be read: lint of a large step stays fast.
         if jaxprs and not self._may_use_keys(equation, jaxprs):
             return self._make_new(equation, operands)
         return super().step(equation, operands)
@@ -124,7 +125,7 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         if programs or not _is_repeatable(equation):
             return self._make_new(equation, operands)
         # The same operation on the same values, wherever it stands, makes the same values: fold_in(key, 1) is one key.
-        params = str(sorted(equation.params.items(), key=_name_of_param))
+        params = str(sorted(equation.params.items()))  # by name: no two have the same
         results = []
         for number in range(len(equation.outvars)):
             results.append(self.names.make((name, params, number), operands))
@@ -141,12 +142,13 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         _, *arguments = operands
         inner = self._enter(equation)
         # Only one branch runs: a draw in one branch does not repeat a draw in another.
-        readers = [replace(inner, drawn=dict(self.drawn)) for _ in branches]
+        drawn_in_branches: dict[int, str] = {}
         results = []
-        for reader, branch in zip(readers, branches, strict=True):
+        for branch in branches:
+            reader = replace(inner, drawn=dict(self.drawn))
             results.append(reader.run(branch, arguments))
-        for reader in readers:
-            self.drawn.update(reader.drawn)
+            drawn_in_branches |= reader.drawn
+        self.drawn.update(drawn_in_branches)
         values = []
         for alternatives in zip(*results, strict=True):
             value = alternatives[0]
@@ -219,9 +221,8 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
 
     def _may_use_keys(self, equation: Any, jaxprs: list[Any]) -> bool:
         """Whether an equation may return a key, or draws numbers in one of the jaxprs that it holds."""
-        if any(_may_make_a_key(out.aval) for out in equation.outvars):
-            return True
-        return any(self._draws(jaxpr) for jaxpr in jaxprs)
+        may_return_key = any(_may_make_a_key(out.aval) for out in equation.outvars)
+        return may_return_key or any(map(self._draws, jaxprs))
 
     def _draws(self, jaxpr: Any) -> bool:
         """Whether numbers are drawn anywhere in a jaxpr."""
@@ -236,20 +237,18 @@ class _KeyReader(JaxprInterpreter[NamedValue]):
         line = self.line or find_line(equation, self.context)
         before = self.drawn.get(key.name)
         self.drawn[key.name] = line
-        repeating = [description for loop, description in self.loops if loop not in key.loops]
+        repeating = ""  # the innermost loop in which the key is the same each time
+        for loop, description in self.loops:
+            if loop not in key.loops:
+                repeating = description
         message = f"random numbers of shape {equation.outvars[0].aval.shape} come from the same bits"
         if before is not None:
             message = f"{message} as those drawn at {before}: both draws use one key."
         elif repeating:
-            message = f"{message} in every iteration of the {repeating[-1]}: each uses the same key."
+            message = f"{message} in every iteration of the {repeating}: each uses the same key."
         else:
             return
         self.findings.append(Finding("reused-key", message, line, _REMEDY))
-
-
-def _name_of_param(item: tuple[str, Any]) -> str:
-    name, _ = item
-    return name
 
 
 def _is_repeatable(equation: Any) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardkit.cli.bench.options import Output, check_output, describe_machine, write_records
+from shardkit.cli.bench.options import Output, check_output, choose_figures, describe_machine, write_records
 from shardkit.cli.errors import refuse_users_error
 from shardkit.cli.options import Optional, Sizes, Words
 
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}  # powers of two
 _QUICK: dict[str, Any] = {"sizes": "1K:4K:4", "calls": 2, "rounds": 2}
 _USUAL: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
 
@@ -58,25 +59,23 @@ def comm(options: Options) -> int:
     from shardkit import bench
     from shardkit.bench.comm import table
     from shardkit.cli.mesh import make_mesh
-    from shardkit.cli.target import load_function
 
     # Every process measures, and its wrong elements count; process 0 alone prints and writes, for all of them.
     cluster = sk.runtime.initialize()
     if cluster.is_master:
         check_output("bench comm", options)
-    usual = _QUICK if options.quick else _USUAL
-    sizes = usual["sizes"] if options.sizes is None else options.sizes
-    calls = usual["calls"] if options.calls is None else options.calls
-    rounds = usual["rounds"] if options.rounds is None else options.rounds
+    figures = choose_figures(options, _USUAL, _QUICK)
+    sizes = None  # those of `bench.sweeps`, which know the devices
+    if figures["sizes"] is not None:
+        sizes = read_sizes(figures["sizes"])
     mesh = make_mesh("bench comm", options.mesh, many=cluster.processes > 1)
-    names = [word for word in options.impl if ":" not in word]
-    kernels = {word: load_function(word) for word in options.impl if ":" in word}
+    names, kernels = _load_implementations(options.impl)
     sweeps = bench.sweeps(
         mesh,
         ops=options.op or None,
-        impls=names if options.impl else None,
+        impls=names,
         kernels=kernels,
-        sizes=None if sizes is None else read_sizes(sizes),
+        sizes=sizes,
         dtypes=options.dtype,
         redops=options.redop,
         axis=options.axis or None,
@@ -87,35 +86,57 @@ def comm(options: Options) -> int:
     # One table at a time, so that each is printed as soon as it is measured.
     for sweep in sweeps:
         try:
-            rows = bench.comm([sweep], mode=options.mode, calls=calls, rounds=rounds)
+            rows = bench.comm([sweep], mode=options.mode, calls=figures["calls"], rounds=figures["rounds"])
         except Exception as error:
             refuse_users_error("bench comm", "a kernel", error)
             raise
         records += rows
         if cluster.is_master:
             print("", table(rows), sep="\n", flush=True)
-    if cluster.is_master:
-        wrong = sum(record["wrong"] for record in records)
-        print(f"\nwrong elements: {wrong}")
-    return write_records(records, options if cluster.is_master else Output())
+    if not cluster.is_master:
+        return write_records(records, Output())  # to no file, with the same exit code
+    wrong = sum(record["wrong"] for record in records)
+    print(f"\nwrong elements: {wrong}")
+    return write_records(records, options)
+
+
+def _load_implementations(words: Sequence[str]) -> tuple[list[str] | None, dict[str, Callable[..., Any]]]:
+    """The names among the words of `--impl`, None where it is not passed, and the user's kernels by their words."""
+    from shardkit.cli.target import load_function
+
+    if not words:
+        return None, {}
+    names = []
+    kernels = {}
+    for word in words:
+        if ":" in word:  # train.py:kernel
+            kernels[word] = load_function(word)
+        else:
+            names.append(word)
+    return names, kernels
 
 
 def read_sizes(text: str) -> list[int]:
     """The sizes of "1K:64M:4", or of "4M"."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?::(\d+)([KMG]?):(\d+))?", text)
     if match:
-        first = int(match[1]) << _UNITS[match[2]]
-        last = int(match[3]) << _UNITS[match[4]] if match[3] else first
-        factor = int(match[5] or 2)
+        number, unit, last_number, last_unit, factor_text = match.groups()
+        first = int(number) << _UNITS[unit]
+        last = first
+        factor = 2
+        if last_number is not None:
+            last = int(last_number) << _UNITS[last_unit]
+            factor = int(factor_text)
         if 0 < first <= last and factor > 1:
-            return _powers(first, last, factor)
+            return _list_sizes(first, last, factor)
     raise ValueError(
         f"bench comm: --sizes must be FIRST:LAST:FACTOR or one size, in bytes or with K, M or G; got {text!r}. Write "
         "for example 1K:64M:4."
     )
 
 
-def _powers(first: int, last: int, factor: int) -> list[int]:
+def _list_sizes(first: int, last: int, factor: int) -> list[int]:
+    """As 1024, 4096, 16384 of first 1024, last 20000 and factor 4."""
     sizes = []
     size = first
     while size <= last:

@@ -44,13 +44,14 @@ def compare(options: Options) -> int:
 
 def _read_threshold(text: str) -> float:
     """A share, of "5%" or "0.05"."""
-    unit = 100 if text.endswith("%") else 1
     try:
-        value = float(text.removesuffix("%")) / unit
+        share = float(text.removesuffix("%"))
     except ValueError:
-        value = 0.0  # refused below
-    if not 0 < value < 1:
+        share = 0.0  # refused below
+    if text.endswith("%"):
+        share /= 100
+    if not 0 < share < 1:
         raise ValueError(
             f"bench: --threshold must be a percentage between 0 and 100; got {text!r}. Write for example 5%."
         )
-    return value
+    return share

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardkit.cli.options import Json, Optional
 from shardkit.cli.output import open_output
@@ -25,6 +25,21 @@ class Output:
     """Append the records to this file, one JSON line each, for `shardkit bench compare`; with - print them."""
     csv: Optional[Path] = None
     """Write the records to this file as CSV."""
+
+
+def choose_figures(options: Output, usual: Mapping[str, Any], quick: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that have no default of their own, by name: what is passed, else the usual or quick one.
+
+    For example {"calls": 5, "rounds": 2} of `--quick --calls 5`, where the quick ones are 2 and 2.
+    """
+    figures = dict(usual)
+    if options.quick:
+        figures = dict(quick)
+    for name in figures:
+        value = getattr(options, name)
+        if value is not None:
+            figures[name] = value
+    return figures
 
 
 def check_output(where: str, output: Output) -> None:
@@ -55,7 +70,9 @@ def write_records(records: Sequence[Record], output: Output) -> int:
             out.writelines(json.dumps(record) + "\n" for record in records)
     if output.csv:
         write_csv(records, output.csv)
-    return 1 if any(record.get("wrong") for record in records) else 0
+    if any(record.get("wrong") for record in records):
+        return 1
+    return 0
 
 
 def describe_machine() -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from shardkit.cli.bench.options import Output, check_output, describe_machine, write_records
+from shardkit.cli.bench.options import Output, check_output, choose_figures, describe_machine, write_records
 from shardkit.cli.options import Optional, Sizes, Words
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def strategies(options: Options) -> int:
                 f"strategies: the axes must be 'data' and 'model'; got {axis!r}. Write for example data=4 model=2; "
                 "pipelines run over 'model'."
             )
+    _refuse_sizes_of_a_model(options)
     check_output("strategies", options)
-    sizes = _choose_sizes(options)
+    sizes = choose_figures(options, _USUAL, _QUICK)
     mesh = make_mesh("strategies", options.mesh, many=False)
     if options.model:
         work = _load_workload(options.model)
@@ -90,8 +91,8 @@ def strategies(options: Options) -> int:
         compiler_options = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
         if not only:
             # Not all of the quick cases fit every mesh or model, and a name in `only` that does not fit is refused.
-            fitting = cases_of(work, mesh)
-            only = tuple(name for name in _QUICK_CASES if name in fitting)
+            fitting_cases = cases_of(work, mesh)
+            only = tuple(name for name in _QUICK_CASES if name in fitting_cases)
     records = bench.strategies(
         work,
         mesh=mesh,
@@ -100,29 +101,27 @@ def strategies(options: Options) -> int:
         calls=sizes["calls"],
         rounds=sizes["rounds"],
         compiler_options=compiler_options,
-        progress=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
+        progress=_print_progress,
     )
     print("\n" + text(records), flush=True)
     return write_records(records, options)
 
 
-def _choose_sizes(options: Options) -> dict[str, Any]:
-    """The sizes that are passed, and the usual or quick ones of all else.
+def _print_progress(name: str) -> None:
+    print(f"compiling {name}", file=sys.stderr, flush=True)
 
-    Refuses sizes of the reference transformer beside a model of the user's.
-    """
-    sizes: dict[str, Any] = dict(_QUICK if options.quick else _USUAL)
-    for name in sizes:
+
+def _refuse_sizes_of_a_model(options: Options) -> None:
+    """Refuses sizes of the reference transformer beside a model of the user's."""
+    if options.model is None:
+        return
+    for name in _OF_THE_TRANSFORMER:
         value = getattr(options, name)
-        if value is None:
-            continue
-        if options.model is not None and name in _OF_THE_TRANSFORMER:
+        if value is not None:
             raise ValueError(
                 f"strategies: --{name} is of the reference transformer; got {value} beside --model {options.model}. "
                 "Leave it out: your function makes its parameters and its batch."
             )
-        sizes[name] = value
-    return sizes
 
 
 def _load_workload(name: str) -> Workload:

@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import groups, proto
-from shardkit.analysis.hlo.collectives import Reader, _shape_before_padding, _Slot, collectives_of, total_work
+from shardkit.analysis.hlo.collectives import (
+    ComputationRun,
+    Reader,
+    _shape_before_padding,
+    _Slot,
+    collectives_of,
+    total_work,
+)
 from shardkit.analysis.hlo.compute import Clock, Work
 from shardkit.analysis.hlo.report import Report, report_of
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
@@ -168,7 +175,7 @@ def test_compute_that_hides_one_collective_is_used_up_for_the_next():
         if (each := reader.pairs.collective_of(computation, instruction)) and each.kind == "all_gather"
     )
     window = [_Slot(Work(1.0, 1.0, 1.0)), _Slot(Work(1.0, 1.0, 1.0))]
-    assert [reader._row(found, 1, "", window).exposed for _ in range(3)] == [0.0, 1.0, 1.5]
+    assert [reader._make_row(ComputationRun(module.entry), found, window).exposed for _ in range(3)] == [0.0, 1.0, 1.5]
 
 
 def test_a_report_goes_to_json():

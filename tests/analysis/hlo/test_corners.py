@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
-from shardkit.analysis.hlo.collectives import CompiledRow, Reader, collectives_of
+from shardkit.analysis.hlo.collectives import CompiledRow, ComputationRun, Reader, collectives_of
 from shardkit.analysis.hlo.compute import NO_CLOCK, ModuleWork, Work
 from shardkit.analysis.hlo.differences import _find_scatters_run_as_sums, _Traffic, account, compiled
 from shardkit.analysis.hlo.report import report_of
@@ -95,6 +95,61 @@ def test_the_layers_of_an_unrolled_body_are_not_walked(data8, monkeypatch):
     assert len(visits) < 200
 
 
+def counting_loop(direction, first, limit, step):
+    """A loop that goes on while `counter direction limit` holds of its counter."""
+    number, truth = proto.Shape(4, ()), proto.Shape(1, ())
+    state = proto.Shape(13, (), (number,))
+
+    def instruction(number, opcode, shape, *operands, **more):
+        return proto.Instruction(id=number, opcode=opcode, shape=shape, operands=operands, **more)
+
+    def read_counter():
+        return instruction(0, "parameter", state), instruction(1, "get-tuple-element", number, 0)
+
+    entry = (
+        instruction(0, "constant", number, literal=first),
+        instruction(1, "tuple", state, 0),
+        instruction(2, "while", state, 1, calls=(1, 2)),
+    )
+    body = (
+        *read_counter(),
+        instruction(2, "constant", number, literal=step),
+        instruction(3, "add", number, 1, 2),
+        instruction(4, "tuple", state, 3),
+    )
+    condition = (
+        *read_counter(),
+        instruction(2, "constant", number, literal=limit),
+        instruction(3, "compare", truth, 1, 2, direction=direction),
+    )
+    computations = {}
+    for key, instructions in enumerate((entry, body, condition)):
+        computations[key] = proto.Computation(key, "", len(instructions) - 1, {i.id: i for i in instructions})
+    return proto.Module("", 0, computations, {})
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("direction", "first", "limit", "step", "expected"),
+    [
+        ("LT", 0, 10, 3, 4),
+        ("LE", 0, 12, 3, 5),
+        ("LT", 0, 10, -3, None),
+        ("GT", 6, 0, -3, 2),
+        ("GE", 6, 0, -3, 3),
+        ("LT", 12, 10, 1, 0),
+        ("NE", 0, 12, 3, 4),
+        ("NE", 0, 10, 3, None),
+        ("NE", 20, 12, 1, None),  # it moves away from 12, and was counted as no iteration at all
+        ("EQ", 12, 12, 1, None),
+    ],
+)
+def test_trip_counts_of_conditions_in_every_direction(direction, first, limit, step, expected):
+    module = counting_loop(direction, first, limit, step)
+    entry = module.computations[0]
+    assert trip_counts.trip_count(module, entry, entry.instructions[2], {}) == (expected, {})
+
+
 def test_a_number_that_is_zero_is_read_and_a_config_that_is_no_json_left_alone():
     """A message leaves out a number that is 0."""
     instruction = b"\x0a\x01a" + b"\x12\x08constant" + b"\x1a\x02\x10\x04" + b"\x98\x02\x00"
@@ -128,8 +183,8 @@ def test_a_conditional_whose_scope_says_how_often_it_runs_counts_so_often():
     entry = module.computations[0]
     entry.instructions[0].op_name = "jit(step)/while/body/shardkit_runs_2_of_5/cond"
     assert ModuleWork(module, lambda flops, size: float(size)).of_computation(0) == Work(0, 1600, 1600.0, 0)
-    calls = Reader(module, {"x": 2}, NO_CLOCK)._calls(entry, entry.instructions[0], 5, {}, "")
-    assert [(times, branch) for _, times, _, branch in calls] == [(2, "branch 1 of 2"), (2, "branch 2 of 2")]
+    runs = Reader(module, {"x": 2}, NO_CLOCK)._list_runs(ComputationRun(0, 5), entry, entry.instructions[0])
+    assert [(run.times, run.branch) for run in runs] == [(2, "branch 1 of 2"), (2, "branch 2 of 2")]
 
 
 def test_a_fusion_reads_the_slice_that_a_fusion_inside_it_takes_and_writes_the_part_it_updates():

@@ -17,7 +17,7 @@ import shardkit as sk
 from shardkit._jax import backends, jaxprs
 from shardkit.analysis import Finding
 from shardkit.analysis.compiled_rules.loops import _is_same_each_time
-from shardkit.analysis.compiled_rules.second_call import _next_arguments
+from shardkit.analysis.compiled_rules.second_call import _choose_next_arguments
 from shardkit.analysis.jaxpr.census import Census
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
 from shardkit.analysis.judge import RULES, Audit, OtherFormatError
@@ -262,8 +262,8 @@ def test_a_result_of_another_dtype_is_not_the_next_state():
     """Logits of the shapes of a batch's tokens must not be fed back as tokens; a state of both dtypes alike is."""
     tokens = {"x": np.zeros((2, 3), np.int32), "y": np.zeros((2, 3), np.int32)}
     logits, next_tokens = ({name: np.ones((2, 3), dtype) for name in tokens} for dtype in (np.float32, np.int32))
-    assert _next_arguments([tokens], [tokens], [logits]) == [tokens]
-    assert _next_arguments([tokens], [tokens], [logits, next_tokens])[0] is next_tokens
+    assert _choose_next_arguments([tokens], [tokens], [logits]) == [tokens]
+    assert _choose_next_arguments([tokens], [tokens], [logits, next_tokens])[0] is next_tokens
 
 
 def test_pmap_is_read():
