@@ -211,7 +211,7 @@ def compile_candidates(
 
 
 def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
-    """A table of what was predicted of each candidate, beside what the compiler reports: those that fit, by its time."""
+    """A table of what was predicted of each candidate, beside what the compiler reports, the fastest first."""
     rows = [
         ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
         ("layout", "predicted", "compiled", "predicted", "compiled", "predicted", "compiled", ""),

@@ -107,7 +107,7 @@ def plan(options: Options) -> int:
     if to_compile:
         if options.compile is None:
             number = len(to_compile)
-            print(f"\nThe first {number} go through the chip's own compiler now; --compile 0 leaves it out.", flush=True)
+            print(f"\nThe chip's own compiler compiles the first {number} now; --compile 0 leaves it out.", flush=True)
         reports = layouts.compile_candidates(to_compile, str(topology), search.make_step, compiler_options)
         seconds = sum(report.compile_seconds for report in reports)
         print(f"\ncompiled {len(reports)} layouts in {seconds:.0f} s, the fastest first:")

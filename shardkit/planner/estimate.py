@@ -27,7 +27,7 @@ from shardkit.planner.model import Model, check_sizes
 from shardkit.planner.operations import time_operations
 from shardkit.planner.overlap import hide_traffic, time_traffic
 from shardkit.planner.pipelined import run_pipeline
-from shardkit.planner.share import Share, find_misfit, find_share
+from shardkit.planner.share import find_misfit, find_share
 from shardkit.planner.traffic import count_stage_input
 
 _MOST = 10**9
@@ -113,10 +113,10 @@ def estimate_checked(model: Model, layout: Layout, machine: Machine, batch: int,
 
 
 def _count_model_flops(model: Model, sequence: int) -> float:
-    """FLOPs of the model for a token, forward: the whole square of scores, and for the kernel the half that it computes.
+    """FLOPs of the model for a token, forward: of all scores, or for the kernel of the half that it computes.
 
-    Papers count the square. A kernel that leaves out what is masked would exceed the peak of its chip by that count: at
-    131,072 tokens most FLOPs of a model are those of attention.
+    Papers count all of them. A kernel that leaves out what is masked would exceed the peak of its chip by that count:
+    at 131,072 tokens most FLOPs of a model are those of attention.
     """
     flops = model.flops(sequence)
     if not model.kernel:

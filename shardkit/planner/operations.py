@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardkit.layers.attention_kernel import count_costs
+from shardkit.layers.attention_kernel import LANES, choose_block, count_costs
 from shardkit.layers.tiles import count_tiles
 from shardkit.planner.habits import Habits, habits_of
 from shardkit.planner.layout import Layout
@@ -101,8 +101,9 @@ def time_attention(share: Share, machine: Machine) -> float:
     """
     ways = share.layout.context
     repeats = share.layout.remat != "none"
+    sums = _time([_count_ring_sums(share, repeats)], machine)
     if share.model.kernel:
-        return _time(_list_kernels(share, repeats), machine)
+        return _time(_list_kernels(share, repeats), machine) + sums
     sizes = count_sizes(share)
     habits = habits_of(machine.chip)
     softmax = _count_softmax(sizes, share.model, habits)
@@ -114,7 +115,31 @@ def time_attention(share: Share, machine: Machine) -> float:
     # The operations are those of all of a device's queries and as many keys; a tile on the diagonal is computed whole.
     tiles = count_tiles(ways)
     blocks = (tiles.diagonal + tiles.whole) / tiles.parts**2
-    return blocks * _time(operations, machine)
+    return blocks * _time(operations, machine) + sums
+
+
+def _count_ring_sums(share: Share, repeats: bool) -> OperationCost:
+    """What a ring reads and writes in float32 to sum up its tiles, which attention on one device does not.
+
+    Of each query forward the running sum, read and written, and the tile's part of it, written and read: 16 bytes an
+    element. Backward the same of the queries' gradients, of the keys' and of the values', which each query head has of
+    its own before they are summed. A kernel also reads the largest score, the sum and the inner product of each query
+    as rows as wide as a register, or a block.
+
+    Worked example: a ring of four devices in zigzag order. Its nine tiles have half of the queries each, so that every
+    element is summed four and a half times.
+    """
+    ways = share.layout.context
+    if ways == 1:
+        return OperationCost(0, 0)
+    tiles = count_tiles(ways)
+    times = (tiles.diagonal + tiles.whole) / tiles.parts
+    forwards = 2 if repeats else 1
+    element: float = 16 * forwards + 3 * 16
+    if share.model.kernel:
+        block = choose_block(share.sequence // tiles.parts, share.model.head, itemsize=2)
+        element += 4 * (2 * LANES + block) / share.model.head
+    return OperationCost(0, times * element * count_sizes(share).queries)
 
 
 def _list_kernels(share: Share, repeats: bool) -> list[OperationCost]:

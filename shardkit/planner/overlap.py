@@ -1,4 +1,4 @@
-"""What of a step's wire takes time: how long each axis sends, and what of it the compute hides, as its compiler does it.
+"""The time of what a step sends: the seconds of each axis, and those that its compute hides.
 
 A collective hides behind the compute that stands between its start and its end. Which ones start early is the
 compiler's affair (`Overlap` in `habits.py`). Whatever it does, some never hide:

@@ -249,10 +249,10 @@ def error_of(figure, rows, records):
         ("weight_gradient", 0, "compute", "GPU", 0.020, 0.076),
         ("saved", 0, "compute", "GPU", 0.020, 0.029),
         ("routing", 0, "compute", "experts", 0.045, 0.196),
-        ("gradient_sum", 4, "step", "TPU without fsdp", 0, 0),
-        ("scatter", 1, "step", "v5p", 0, 0),
+        ("gradient_sum", 4, "step", "TPU without fsdp", 0.023, 0.059),
+        ("scatter", 1, "step", "v5p", 0.034, 0.052),
         ("overlap", Overlap(), "step", "GPU", 0.032, 0.190),
-        ("overlap", Overlap(), "step", "v5e", 0, 0),
+        ("overlap", Overlap(), "step", "v5e", 0.039, 0.063),
     ],
 )
 def test_predictions_get_worse_without_a_habit_of_the_compilers(
