@@ -33,14 +33,14 @@ class View(NamedTuple):
     parts: Mapping[str, Shape]  # the sizes of the parts of every axis that has several
 
 
-def common_prefix(a: Axes, b: Axes) -> Axes:
+def find_common_prefix(a: Axes, b: Axes) -> Axes:
     """The axes with which both begin."""
-    count = 0
-    for ours, theirs in zip(a, b, strict=False):
-        if ours != theirs:
+    prefix = []
+    for axis, other_axis in zip(a, b, strict=False):
+        if axis != other_axis:
             break
-        count += 1
-    return a[:count]
+        prefix.append(axis)
+    return tuple(prefix)
 
 
 def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
@@ -69,7 +69,7 @@ def count_elements(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> in
     return math.prod(divide_shape(shape, split, sizes))
 
 
-def joint_index(axes: Axes, device: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def find_joint_index(axes: Axes, device: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     """The index of a device along several axes, the first one major; `device` has its coordinates."""
     index = 0
     for axis in axes:
@@ -103,21 +103,27 @@ def refine_axes(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) ->
     Of a dim that x=2 splits in the source, and y=4 in the target: x ends after 2, inside y. So y has the parts (2, 2).
     Its major part splits the dim as x does, and may trade places with it by a ppermute of whole shards.
     """
-    for pair in zip(source, target, strict=True):
-        for ours, theirs in (pair, pair[::-1]):
-            ends = {span.end for span in _find_spans(ours, parts)}
-            for span in _find_spans(theirs, parts):
-                for cut in ends:
-                    inside = span.start < cut < span.end
-                    if inside and cut % span.start == 0 and span.end % cut == 0:
-                        sizes = parts[span.axis]
-                        finer = (
-                            *sizes[: span.part],
-                            cut // span.start,
-                            span.end // cut,
-                            *sizes[span.part + 1 :],
-                        )
-                        return refine_axes(source, target, {**parts, span.axis: finer})
+    while True:
+        finer_parts = parts
+        for source_axes, target_axes in zip(source, target, strict=True):
+            finer_parts = _cut_at_ends(target_axes, source_axes, finer_parts)
+            finer_parts = _cut_at_ends(source_axes, target_axes, finer_parts)
+        if finer_parts == parts:
+            return parts
+        parts = finer_parts
+
+
+def _cut_at_ends(axes: Axes, other_axes: Axes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """The parts of axes, after those of `axes` are cut where one of `other_axes` ends a part of the same dim."""
+    for end in _find_ends(_find_spans(other_axes, parts)):
+        for span in _find_spans(axes, parts):
+            is_inside = span.start < end < span.end
+            if is_inside and end % span.start == 0 and span.end % end == 0:
+                sizes = parts[span.axis]
+                major_sizes = sizes[: span.part]
+                minor_sizes = sizes[span.part + 1 :]
+                finer_sizes = (*major_sizes, end // span.start, span.end // end, *minor_sizes)
+                parts = {**parts, span.axis: finer_sizes}
     return parts
 
 
@@ -147,22 +153,21 @@ def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str
                 continue
             view_shape.append(end // start)
             dims.append(dim)
-            view_source.append(_name_parts(source_spans, start, end, parts))
-            view_target.append(_name_parts(target_spans, start, end, parts))
-    sizes = {}
-    split_axes = {}  # the axes that are split into parts
+            view_source.append(_select_parts(source_spans, start, end, parts))
+            view_target.append(_select_parts(target_spans, start, end, parts))
+    sizes: dict[str, int] = {}
+    parts_of_split_axes = {}
     for axis, part_sizes in parts.items():
-        for part, size in enumerate(part_sizes):
-            sizes[name_part(axis, part, parts)] = size
+        sizes.update(zip(name_parts(axis, parts), part_sizes, strict=True))
         if len(part_sizes) > 1:
-            split_axes[axis] = part_sizes
-    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, split_axes)
+            parts_of_split_axes[axis] = part_sizes
+    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, parts_of_split_axes)
 
 
 def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
     """Into how many a dim is split where both layouts end a part of it, or have ended, in rising order."""
-    source_ends = [1, *(span.end for span in source_spans)]
-    target_ends = [1, *(span.end for span in target_spans)]
+    source_ends = [1, *_find_ends(source_spans)]
+    target_ends = [1, *_find_ends(target_spans)]
     cuts = []
     for cut in sorted({*source_ends, *target_ends}):
         in_source = cut in source_ends or cut % source_ends[-1] == 0
@@ -172,15 +177,22 @@ def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> 
     return cuts
 
 
-def _name_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
+def _find_ends(spans: Sequence[_Span]) -> list[int]:
+    return [span.end for span in spans]
+
+
+def _select_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
     """The names of the parts of axes that split a dim between two cuts."""
     names = []
     for span in spans:
         if start <= span.start < end:
-            names.append(name_part(span.axis, span.part, parts))
+            names.append(name_parts(span.axis, parts)[span.part])
     return tuple(names)
 
 
-def name_part(axis: str, part: int, parts: Mapping[str, Shape]) -> str:
-    """The name of a part of an axis; of an axis that is not split into parts its own."""
-    return axis if len(parts[axis]) == 1 else f"{axis}.{part}"
+def name_parts(axis: str, parts: Mapping[str, Shape]) -> Axes:
+    """The names of the parts of an axis; its own name if the axis is not split into parts."""
+    count = len(parts.get(axis, ()))
+    if count < 2:
+        return (axis,)
+    return tuple(f"{axis}.{part}" for part in range(count))
