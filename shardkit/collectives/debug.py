@@ -61,7 +61,9 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
     """
     sizes = compat.bound_axes()
     tracked = compat.tracked_axes()
-    names = tuple(sizes) if axis is None else bound("debug_print", axis)
+    names = tuple(sizes)
+    if axis is not None:
+        names = bound("debug_print", axis)
     gathered_axes = tuple(axis_name for axis_name in sizes if axis_name in names)
     leaves = []
     values = []
@@ -79,7 +81,9 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
         values.append(_gather_values(leaf, axes))
     # Every device calls its host, and the first one's call prints. A `cond` would spare the other calls, but jax drops
     # a callback inside a cond inside a scan when it differentiates the scan.
-    is_first = lax.axis_index(gathered_axes) == 0 if gathered_axes else jnp.array(True)
+    is_first = jnp.array(True)
+    if gathered_axes:
+        is_first = lax.axis_index(gathered_axes) == 0
     group = {}
     for axis_name in sizes:
         if axis_name not in gathered_axes:
@@ -90,7 +94,11 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
 def _leaf_name(name: str, path: Any) -> str:
     """`grads.layers.w` for a leaf of "grads"; the names alone where one of them is empty."""
     leaf_path = jax.tree_util.keystr(path, simple=True, separator=".")
-    return ".".join(part for part in (name, leaf_path) if part)
+    if not name:
+        return leaf_path
+    if not leaf_path:
+        return name
+    return f"{name}.{leaf_path}"
 
 
 def _gather_values(x: jax.Array, axes: dict[str, int]) -> jax.Array:

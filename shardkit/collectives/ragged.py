@@ -54,7 +54,8 @@ def ragged_all_to_all(
         [1 0 0 2 3 4]
     """
     names = bound("ragged_all_to_all", axis)
-    n, me = axis_size(names), axis_index(names)
+    n = axis_size(names)
+    me = axis_index(names)
     _check_arguments(x, counts, n, rows, limit)
     x = vary(x, names)
     counts = vary(jnp.asarray(counts), names)
@@ -99,9 +100,10 @@ def _exchange_blocks(x: jax.Array, sent: jax.Array, starts: jax.Array, names: tu
 
 def _are_invalid(counts: Any, has: int, rows: int, limit: int) -> Any:
     """Whether the counts are invalid on any device; every device gets the same answer."""
-    out_of_range = (counts < 0).any() | (counts > limit).any()
-    invalid = out_of_range | (counts.sum(axis=1) > has).any()  # a device sends more than it has
-    return invalid | (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
+    invalid = (counts < 0).any() | (counts > limit).any()
+    invalid |= (counts.sum(axis=1) > has).any()  # a device sends more than it has
+    invalid |= (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
+    return invalid
 
 
 def _invalid_value(dtype: Any) -> jax.Array:
@@ -113,7 +115,9 @@ def _invalid_value(dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"ragged_all_to_all: rows must be numbers; got {dtype}. Pass jax.random.key_data(keys).")
     info = jnp.iinfo(dtype)
-    return jnp.asarray(info.min if info.min else info.max, dtype)
+    if info.min == 0:
+        return jnp.asarray(info.max, dtype)
+    return jnp.asarray(info.min, dtype)
 
 
 def _check_arguments(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:

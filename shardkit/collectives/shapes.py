@@ -86,9 +86,11 @@ def _neutral_value(op: str, dtype: Any) -> Any:
         return 0
     if jnp.issubdtype(dtype, jnp.bool_):
         return op == "min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf if op == "max" else jnp.inf
-    return jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max
+    lowest, highest = -jnp.inf, jnp.inf
+    if not jnp.issubdtype(dtype, jnp.floating):
+        info = jnp.iinfo(dtype)
+        lowest, highest = info.min, info.max
+    return lowest if op == "max" else highest
 
 
 @typed

@@ -43,13 +43,14 @@ def to_mscclpp(table: SendTable) -> str:
         ValueError: as `SendTable.check`, or more peers or steps than its executor has room for.
     """
     table.check()
+    gpus = [_describe_gpu(table, device) for device in range(table.devices)]
     plan = {
         "name": table.name,
         "collective": _COLLECTIVES[table.op],
         "protocol": "Simple",
         "inplace": True,
         "reuse_resources": False,
-        "gpus": [_describe_gpu(table, device) for device in range(table.devices)],
+        "gpus": gpus,
     }
     return json.dumps(plan, indent=1)
 
@@ -67,25 +68,34 @@ def to_mscclpp(table: SendTable) -> str:
 #     nop
 
 
-def _buffer_of(table: SendTable) -> str:
+def _name_buffer(table: SendTable) -> str:
     """The buffer that the table's chunks are in, in place: "o" for the output, "i" for the input."""
-    return "o" if table.op == "all_gather" else "i"
+    if table.op == "all_gather":
+        return "o"
+    return "i"
 
 
 def _describe_gpu(table: SendTable, device: int) -> Json:
     """The program of one device, with the buffers and channels that it needs."""
     peers = _list_peers(table, device)
-    steps = [_begin(peers), *_list_steps(table, device, peers)]
+    steps = [_list_first_ops(peers), *_list_steps(table, device, peers)]
     longest = max(map(len, steps))
     if len(peers) > _MOST_PEERS or longest > _MOST_OPS - _RESERVED_OPS:
         raise ValueError(
             f"{table.name}: a device of an MSCCL++ plan has {_MOST_PEERS} peers and {_MOST_OPS} ops at most; got "
             f"{len(peers)} and {longest} in a step. Write a table of fewer devices or chunks."
         )
-    gathers = table.op == "all_gather"
-    scatters = table.op == "reduce_scatter"
-    chunks_of_piece = table.chunks // table.devices
-    arrivals = sum(send.target == device for send in table.sends)
+    input_chunks = output_chunks = table.chunks
+    scratch_chunks = 0
+    remote_buffer = "s"
+    if table.op == "all_gather":
+        input_chunks = table.chunks // table.devices
+        remote_buffer = "o"
+    else:
+        for send in table.sends:
+            scratch_chunks += send.target == device
+    if table.op == "reduce_scatter":
+        output_chunks = table.chunks // table.devices
     block_channels = []
     block_buffers = []
     channels = []
@@ -95,18 +105,17 @@ def _describe_gpu(table: SendTable, device: int) -> Json:
         block_buffers = [{"access_channel_type": "memory", "remote_buffer_ids": numbers}]
         channels = [{"channel_type": "memory", "connected_to": peers}]
     blocks = []
-    for number, ops in enumerate(_split_into_blocks(table, steps)):
+    for number, ops in enumerate(_fill_blocks(table, steps)):
         block = {"id": number, "ops": ops, "channels": block_channels, "remote_buffer_refs": block_buffers}
         blocks.append(block)
     remote_buffers = []
     for peer in peers:
-        buffer = "o" if gathers else "s"
-        remote_buffers.append({"rank": peer, "type": buffer, "access_channel_types": ["memory"]})
+        remote_buffers.append({"rank": peer, "type": remote_buffer, "access_channel_types": ["memory"]})
     return {
         "id": device,
-        "input_chunks": chunks_of_piece if gathers else table.chunks,
-        "output_chunks": chunks_of_piece if scatters else table.chunks,
-        "scratch_chunks": 0 if gathers else arrivals,
+        "input_chunks": input_chunks,
+        "output_chunks": output_chunks,
+        "scratch_chunks": scratch_chunks,
         "threadblocks": blocks,
         "channels": channels,
         "remote_buffers": remote_buffers,
@@ -124,7 +133,7 @@ def _list_peers(table: SendTable, device: int) -> list[int]:
     return sorted(peers)
 
 
-def _begin(peers: Sequence[int]) -> list[Json]:
+def _list_first_ops(peers: Sequence[int]) -> list[Json]:
     """The first ops: nobody writes into the memory of a device that has not begun."""
     if not peers:
         return [_NOP]
@@ -148,7 +157,7 @@ def _list_steps(table: SendTable, device: int, peers: Sequence[int]) -> Iterator
         for message in messages:
             for source, target in message.pairs:
                 place = used_places[target]
-                chunks = [int(chunk) for chunk in message.sent_rows[source]]
+                chunks = message.sent_rows[source].tolist()
                 if source == device:
                     targets.append(channels[target])
                     puts += _put_chunks(table, chunks, channels[target], place)
@@ -167,9 +176,11 @@ def _list_steps(table: SendTable, device: int, peers: Sequence[int]) -> Iterator
 
 
 def _put_chunks(table: SendTable, chunks: Sequence[int], channel: int, place: int) -> Iterator[Json]:
-    buffer = _buffer_of(table)
+    buffer = _name_buffer(table)
     for number, chunk in enumerate(chunks):
-        target_index = chunk if table.op == "all_gather" else place + number
+        target_index = place + number
+        if table.op == "all_gather":
+            target_index = chunk
         source_chunk = {"type": buffer, "index": chunk, "size": 1}
         target_chunk = {"buffer_id": channel, "index": target_index, "size": 1}
         yield {"name": "put", "src_buff": [source_chunk], "dst_buff": [target_chunk], "channel_type": "memory"}
@@ -179,7 +190,7 @@ def _take_chunks(table: SendTable, chunks: Sequence[int], place: int, reduce: bo
     if table.op == "all_gather":  # they are in their places
         return
     for number, chunk in enumerate(chunks):
-        target = {"type": _buffer_of(table), "index": chunk, "size": 1}
+        target = {"type": _name_buffer(table), "index": chunk, "size": 1}
         arrival = {"type": "s", "index": place + number, "size": 1}
         if reduce:
             yield {"name": "re", "src_buff": [target, arrival], "dst_buff": [target]}
@@ -198,7 +209,7 @@ def _merge_puts(puts: Sequence[Json]) -> list[Json]:
     return merged
 
 
-def _split_into_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
+def _fill_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
     """Steps in thread blocks of at most 64 ops, each of which begins when the one before has ended."""
     blocks: list[list[Json]] = [[]]
     for ops in steps:
@@ -308,14 +319,15 @@ class _PlanReader:
 
     def _read_chunks(self) -> int:
         """The chunks of the whole array, on which all devices must agree."""
-        array = "input_chunks" if self.op == "reduce_scatter" else "output_chunks"
-        piece = "output_chunks" if self.op == "reduce_scatter" else "input_chunks"
-        pieces = 1 if self.op == "all_reduce" else len(self.gpus)
+        n = len(self.gpus)
+        input_pieces = n if self.op == "all_gather" else 1
+        output_pieces = n if self.op == "reduce_scatter" else 1
         chunks = set()
         for gpu in self.gpus:
-            chunks.add(_check_count(gpu[array]))
-            chunks.add(_check_count(gpu[piece]) * pieces)
-        if len(chunks) != 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
+            chunks.add(_check_count(gpu["output_chunks"]) * output_pieces)
+            chunks.add(_check_count(gpu["input_chunks"]) * input_pieces)
+        ids = [gpu["id"] for gpu in self.gpus]
+        if len(chunks) != 1 or ids != list(range(n)):
             self._refuse("devices in their order, with equally many chunks", f"chunks {sorted(chunks)}")
         channel_types = set()
         for gpu in self.gpus:
@@ -360,10 +372,10 @@ class _PlanReader:
             if earlier_arrivals != version:
                 self._refuse("messages that are those of steps", f"an older chunk {send.chunk} of device {send.source}")
         clocks = sorted({send.step for send, _ in self.sends})
-        numbers = {clock: number for number, clock in enumerate(clocks)}
+        step_of_clock = {clock: step for step, clock in enumerate(clocks)}
         sends = []
         for send, _ in self.sends:
-            sends.append(send._replace(step=numbers[send.step]))
+            sends.append(send._replace(step=step_of_clock[send.step]))
         table = SendTable(self.op, len(self.gpus), self.chunks, tuple(sorted(sends)), self.name)
         table.check()
         return table
@@ -405,8 +417,9 @@ class _PlanReader:
 
     def _signal_peers(self, device: int, peers: Sequence[int], is_relaxed: bool) -> None:
         for peer in peers:
-            # A relaxed signal orders nothing: puts before it may still be on their way.
-            puts = [] if is_relaxed else self.puts.pop((device, peer), [])
+            puts: list[_Put] = []
+            if not is_relaxed:  # a relaxed signal orders nothing: puts before it may still be on their way
+                puts = self.puts.pop((device, peer), [])
             self.signals[device, peer].append((self.clock[device], puts))
 
     def _pass_barrier(self, block: _Block, op: Json) -> bool:
@@ -429,14 +442,16 @@ class _PlanReader:
         if not to_scratch and chunk != index:
             self._refuse("every chunk at its place", f"chunk {chunk} put in place {index}")
         target = _check_count(buffer["rank"])
+        place = None
         if to_scratch:
+            place = index
             places = _check_count(self.gpus[target]["scratch_chunks"])
             if (target, index) in self.used_places or index >= places:
                 self._refuse("a place of the scratch buffer for each put", f"place {index} of device {target} for two")
             self.used_places.add((target, index))
-        place = index if to_scratch else None
         version = self.versions[device, chunk]
-        self.puts[device, target].append(_Put(device, chunk, place, self.clock[device], version))
+        put = _Put(device, chunk, place, self.clock[device], version)
+        self.puts[device, target].append(put)
 
     def _wait(self, device: int, sources: Sequence[int], is_start: bool) -> None:
         """Ends a wait: chunks put before the signals have arrived; `is_start` if the signals only say "begun"."""
@@ -449,7 +464,9 @@ class _PlanReader:
                     self._note_send(put, put.clock, device, reduce=False)
                 else:
                     self.arrivals[device, put.place] = put
-        self.clock[device] = latest if is_start else latest + 1
+        if not is_start:
+            latest += 1
+        self.clock[device] = latest
 
     def _take(self, device: int, op: Json) -> None:
         """Adds or copies a chunk that has arrived."""
@@ -458,7 +475,9 @@ class _PlanReader:
         adds = op["name"] == "re"
         key = device, _check_count(arrival["index"])
         is_single = result["size"] == arrival["size"] == 1
-        is_in_place = addends == ([result] if adds else [])
+        is_in_place = not addends
+        if adds:
+            is_in_place = addends == [result]
         from_scratch = arrival["type"] == "s" and key in self.arrivals
         if result["type"] not in ("i", "o") or not from_scratch or not is_single or not is_in_place:
             self._refuse("a chunk of the scratch buffer that is copied or added in place", f"{op}")
