@@ -191,7 +191,11 @@ def hierarchical(inner: Axis) -> Algorithm:
 
 
 def _count_two_level_bytes(
-    fast_axes: tuple[str, ...], kernel: str, elements: Sequence[int], itemsize: int, ways: Ways
+    fast_axes: tuple[str, ...],
+    kernel: str,
+    elements: Sequence[int],
+    itemsize: int,
+    ways: Ways,
 ) -> Sent:
     """The bytes of a collective in two levels: over the slow axes, and over the fast axes.
 

@@ -60,7 +60,12 @@ _Names = tuple[str, ...]
 
 @typed
 def all_reduce(
-    x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False, table: SendTable | None = None
+    x: Arrays,
+    axis: Axis,
+    *,
+    op: Op = "sum",
+    deterministic: bool = False,
+    table: SendTable | None = None,
 ) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
@@ -182,7 +187,14 @@ def _differentiate_extremum(names: _Names, op: str, primals: Any, tangents: Any)
 
 
 @typed
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: SendTable | None = None) -> Any:
+def all_gather(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    replicated: bool = False,
+    table: SendTable | None = None,
+) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole array.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -244,7 +256,12 @@ def gather_array(x: jax.Array, names: _Names, dim: int, *, replicated: bool = Fa
 
 @typed
 def reduce_scatter(
-    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", table: SendTable | None = None
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+    table: SendTable | None = None,
 ) -> Any:
     """Reduces each leaf over the devices of `axis`; each device gets its shard of the result along `dim`.
 
@@ -280,7 +297,8 @@ def reduce_scatter(
         split_dim = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
         if table is not None:
-            shard = execute.reduce_scatter(vary(as_numbers(leaf), names), names, split_dim, table)
+            addend = vary(as_numbers(leaf), names)
+            shard = execute.reduce_scatter(addend, names, split_dim, table)
         else:
             shard = scatter_array(leaf, names, split_dim)
         if op == "mean":

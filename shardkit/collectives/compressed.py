@@ -36,7 +36,15 @@ _Pair = tuple[jax.Array, Any]  # a result and the new residual
 
 
 @partial(typed, where="compressed.all_gather")
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int = 256, replicated: bool = False) -> Any:
+def all_gather(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    dtype: DType,
+    block: int = 256,
+    replicated: bool = False,
+) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`, and sends them in a small dtype.
 
     Every device restores the same values from the same bytes, also for the shard that it sent.
@@ -88,7 +96,13 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
 
 @partial(typed, where="compressed.reduce_scatter")
 def reduce_scatter(
-    x: Arrays, axis: Axis, residual: Arrays | None = None, *, dim: int = 0, dtype: DType, block: int = 256
+    x: Arrays,
+    axis: Axis,
+    residual: Arrays | None = None,
+    *,
+    dim: int = 0,
+    dtype: DType,
+    block: int = 256,
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, and sends it in a small dtype; each device gets its shard along `dim`.
 
@@ -212,7 +226,8 @@ def reduce_scatter_two_level(
         # machine 0 gets both sums of chunk 1, machine 1 both sums of chunk 5, and each adds them.
         def compress(wide: jax.Array) -> _Pair:
             chunks = _make_chunks(wide, split_dim, machines * devices)
-            by_device = chunks.reshape(machines, devices, *chunks.shape[1:]).swapaxes(0, 1)
+            by_machine = chunks.reshape(machines, devices, *chunks.shape[1:])
+            by_device = by_machine.swapaxes(0, 1)
             if inner_wire_dtype is None:
                 machine_sums = basic.scatter_array(by_device, fast, 0)[0]
                 remainder = jnp.zeros_like(by_device)
@@ -291,7 +306,8 @@ def all_reduce(
                 remainder = _add_to_own_chunk(remainder, rounding, names)
             else:
                 # Cast before it is sent: a bfloat16 leaf is gathered in bfloat16, and not in the float32 of its sum.
-                totals = basic.gather_array(total.astype(leaf.dtype)[None], names, 0, replicated=True)
+                total = total.astype(leaf.dtype)
+                totals = basic.gather_array(total[None], names, 0, replicated=True)
             return restore(totals), restore(remainder)
 
         exact = partial(basic.all_reduce, axis=names)
@@ -300,7 +316,13 @@ def all_reduce(
     return _map_with_residuals(where, reduce_leaf, x, residual)
 
 
-def _gather_quantized(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
+def _gather_quantized(
+    x: jax.Array,
+    names: _Names,
+    dtype: str,
+    block: int,
+    replicated: bool,
+) -> jax.Array:
     """The float32 arrays [...] of all devices as [n, ...], each decoded from its message, this device's own too."""
     # Encoded before the gather and decoded after it: each device sends its shard in the small dtype once, and it is
     # rounded once, not at each hop.

@@ -75,7 +75,8 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
             # vmap tracks no axes: over its axes any value may vary.
             if axis_name in varying or axis_name not in tracked:
                 axes[axis_name] = sizes[axis_name]
-        leaves.append(_Leaf(_leaf_name(name, path), f"{leaf.dtype}{list(leaf.shape)}", axes))
+        leaf_type = f"{leaf.dtype}{list(leaf.shape)}"
+        leaves.append(_Leaf(_name_leaf(name, path), leaf_type, axes))
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         values.append(_gather_values(leaf, axes))
@@ -88,10 +89,11 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
     for axis_name in sizes:
         if axis_name not in gathered_axes:
             group[axis_name] = lax.axis_index(axis_name)
-    jax.debug.callback(partial(_print_values, leaves, gathered_axes), is_first, group, *values)
+    print_values = partial(_print_values, leaves, gathered_axes)
+    jax.debug.callback(print_values, is_first, group, *values)
 
 
-def _leaf_name(name: str, path: Any) -> str:
+def _name_leaf(name: str, path: Any) -> str:
     """`grads.layers.w` for a leaf of "grads"; the names alone where one of them is empty."""
     leaf_path = jax.tree_util.keystr(path, simple=True, separator=".")
     if not name:
@@ -121,7 +123,9 @@ def _print_values(
             places.append(_format_place(tuple(leaf.axes), index))
         width = len(places[-1])
         for place, shard in zip(places, np.asarray(value), strict=True):
-            margin = f"{place:<{width}}  " if place else ""
+            margin = ""
+            if place:
+                margin = f"{place:<{width}}  "
             indent = " " * len(margin)
             lines.append(margin + str(shard).replace("\n", "\n" + indent))
     print("\n".join(lines), flush=True)  # noqa: T201

@@ -342,15 +342,19 @@ def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any,
     w_transposed = jnp.moveaxis(w, -1, 0)
     if forms.backward == "gather":
         dy_TD = gather_array(dy, names, token_dim)
-        return _dot(dy_TD, w_transposed, 1), _outer(h, dy_TD, token_dim + 1)
+        dh = _dot(dy_TD, w_transposed, 1)
+        dw = _outer(h, dy_TD, token_dim + 1)
+        return dh, dw
     h = _separate_devices(h, token_dim, n)
 
     # The rows of the gradient that travel serve both results: dh is these rows times w.T, and dw needs them beside the
     # rows of h.
     def multiply(k: Any, dy_rows: jax.Array, dh: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dh = _store_rows(dh, _dot(dy_rows, w_transposed, 1), token_dim, me - k)
+        dh_rows = _dot(dy_rows, w_transposed, 1)
+        dh = _store_rows(dh, dh_rows, token_dim, me - k)
         h_rows = _take_rows(h, token_dim, me - k)
-        return dh, dw + _outer(h_rows, dy_rows, token_dim + 1, partial_sum=True)
+        dw = dw + _outer(h_rows, dy_rows, token_dim + 1, partial_sum=True)
+        return dh, dw
 
     def hop(k: Any, carry: Any) -> Any:
         dy_rows, dh, dw = carry
@@ -359,7 +363,8 @@ def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any,
         return arrival, dh, dw
 
     empty_dh = vary_like(lax.empty(h.shape, h.dtype), h)
-    dy_rows, dh, dw = lax.fori_loop(0, n - 1, hop, (dy, empty_dh, wide_zeros(w)))
+    zero_dw = wide_zeros(w)
+    dy_rows, dh, dw = lax.fori_loop(0, n - 1, hop, (dy, empty_dh, zero_dw))
     dh, dw = multiply(n - 1, dy_rows, dh, dw)
     return _merge_devices(dh, token_dim), dw.astype(h.dtype)
 
@@ -434,15 +439,23 @@ def _separate_devices(x: jax.Array, dim: int, n: int) -> jax.Array:
 
 
 def _merge_devices(x: jax.Array, dim: int) -> jax.Array:
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    n, rows = x.shape[dim : dim + 2]
+    return x.reshape(*x.shape[:dim], n * rows, *x.shape[dim + 2 :])
 
 
 def _take_rows(x: jax.Array, dim: int, device: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(x, device % x.shape[dim], dim, keepdims=False)
 
 
-def _store_rows(out: jax.Array, rows: jax.Array, dim: int, device: Any, first: int = 0) -> jax.Array:
+def _store_rows(
+    out: jax.Array,
+    rows: jax.Array,
+    dim: int,
+    device: Any,
+    first: int = 0,
+) -> jax.Array:
     start = [0] * out.ndim
     start[dim] = device % out.shape[dim]
     start[dim + 1] = first
-    return lax.dynamic_update_slice(out, jnp.expand_dims(rows.astype(out.dtype), dim), start)
+    rows = jnp.expand_dims(rows.astype(out.dtype), dim)
+    return lax.dynamic_update_slice(out, rows, start)

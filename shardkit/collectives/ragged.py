@@ -19,7 +19,13 @@ from shardkit.collectives.basic import all_to_all
 
 @typed
 def ragged_all_to_all(
-    x: jax.Array, counts: jax.Array, axis: Axis, *, rows: int, limit: int, dense: bool | None = None
+    x: jax.Array,
+    counts: jax.Array,
+    axis: Axis,
+    *,
+    rows: int,
+    limit: int,
+    dense: bool | None = None,
 ) -> jax.Array:
     """Sends device j the next `counts[i, j]` rows of device i, for all i and j.
 
@@ -81,21 +87,30 @@ def ragged_all_to_all(
     row = jnp.arange(rows)
     sender = segments(received, rows)
     index = sender * limit + row - arrivals.at[sender].get(mode="clip")
-    past_the_end = n * limit  # an index that reads zeros
-    result = blocks.at[jnp.where(sender < n, index, past_the_end)].get(mode="fill", fill_value=0)
+    no_row = n * limit  # an index that reads zeros
+    index = jnp.where(sender < n, index, no_row)
+    result = blocks.at[index].get(mode="fill", fill_value=0)
     return jnp.where(invalid, _invalid_value(x.dtype), result)
 
 
-def _exchange_blocks(x: jax.Array, sent: jax.Array, starts: jax.Array, names: tuple[str, ...], limit: int) -> jax.Array:
+def _exchange_blocks(
+    x: jax.Array,
+    sent: jax.Array,
+    starts: jax.Array,
+    names: tuple[str, ...],
+    limit: int,
+) -> jax.Array:
     """The rows of all senders in blocks of `limit` rows, [n limit, ...], which are sent whole.
 
     With limit 2, sent [1, 2] and the rows a b c: the blocks [a 0] for device 0 and [b c] for device 1.
     """
     place_L = jnp.arange(limit)
     no_row = x.shape[0]  # an index that reads zeros
-    index_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], no_row)
-    blocks = all_to_all(x.at[index_nL].get(mode="fill", fill_value=0), names, split_dim=0, concat_dim=0)
-    return blocks.reshape(len(sent) * limit, *x.shape[1:])
+    is_sent_nL = place_L[None, :] < sent[:, None]
+    index_nL = jnp.where(is_sent_nL, starts[:, None] + place_L[None, :], no_row)
+    blocks = x.at[index_nL].get(mode="fill", fill_value=0)
+    arrivals = all_to_all(blocks, names, split_dim=0, concat_dim=0)
+    return arrivals.reshape(len(sent) * limit, *x.shape[1:])
 
 
 def _are_invalid(counts: Any, has: int, rows: int, limit: int) -> Any:
@@ -158,7 +173,8 @@ def segments(sizes: jax.Array, rows: int) -> jax.Array:
     ends = jnp.cumsum(sizes)
     # Each end of a segment raises the number of all rows after it by one. For sizes [2, 0, 1] the ends are 2, 2 and 3:
     # [0, 0, 2, 1, 0, 0] is summed up to [0, 0, 2, 3, 3, 3].
-    return jnp.cumsum(jnp.zeros(rows + 1, jnp.int32).at[ends].add(1))[:rows]
+    ends_by_row = jnp.zeros(rows + 1, jnp.int32).at[ends].add(1)
+    return jnp.cumsum(ends_by_row)[:rows]
 
 
 def _sum_before(sizes: jax.Array) -> jax.Array:

@@ -26,7 +26,14 @@ _Names = tuple[str, ...]
 
 
 @partial(typed, where="ring.all_gather")
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = False, replicated: bool = False) -> Any:
+def all_gather(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    bidirectional: bool = False,
+    replicated: bool = False,
+) -> Any:
     """Concatenates the devices' shards along `dim`: they pass around a ring.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -69,7 +76,12 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
 
 @partial(typed, where="ring.reduce_scatter")
 def reduce_scatter(
-    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+    bidirectional: bool = False,
 ) -> Any:
     """Sums over the devices of `axis`; each gets its shard along `dim`. Partial sums pass around a ring.
 
@@ -114,7 +126,12 @@ def reduce_scatter(
 
 @partial(typed, where="ring.all_reduce")
 def all_reduce(
-    x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False, replicated: bool = False
+    x: Arrays,
+    axis: Axis,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    bidirectional: bool = False,
+    replicated: bool = False,
 ) -> Any:
     """Sums over the devices of `axis`: a ring reduce_scatter of the flattened array, then a ring all_gather.
 
@@ -260,13 +277,25 @@ def _all_reduce_replicated(x: jax.Array, names: _Names, op: Literal["sum", "mean
     return assume_replicated(_all_reduce(x, names, op, bidirectional), names)
 
 
-def _slice_cotangent(names: _Names, dim: int, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _slice_cotangent(
+    names: _Names,
+    dim: int,
+    bidirectional: bool,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     size = cotangent.shape[dim] // axis_size(names)
     cotangent = vary(cotangent, names)
     return (lax.dynamic_slice_in_dim(cotangent, axis_index(names) * size, size, dim),)
 
 
-def _copy_cotangent(names: _Names, op: str, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _copy_cotangent(
+    names: _Names,
+    op: str,
+    bidirectional: bool,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     if op == "mean":
         cotangent = cotangent / axis_size(names)
     return (vary(cotangent, names),)

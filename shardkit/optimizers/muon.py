@@ -101,12 +101,21 @@ def muon(
 
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
-    hyperparameters = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
+    hyperparameters = {
+        "beta": beta,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "learning_rate": learning_rate,
+    }
     _check_hyperparameters(hyperparameters, ns_steps, consistent_rms)
-    ns_coeffs = _check_coefficients(ns_coeffs, ns_steps)
     dimension_numbers = muon_weight_dimension_numbers
     check_dimension_numbers(dimension_numbers)
-    iterations = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
+    iterations = {
+        "ns_coeffs": _check_coefficients(ns_coeffs, ns_steps),
+        "ns_steps": ns_steps,
+        "eps": eps,
+        "preconditioning": preconditioning,
+    }
     if adam is None:
         adam = optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
@@ -130,7 +139,8 @@ def muon(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
-        specs = leaves_by_path(plan.placement(params, mesh).update)  # in the layout of gradients and of the state
+        # In the layout of gradients and of the state.
+        specs = leaves_by_path(plan.placement(params, mesh).update)
         dims = find_dims(dimension_numbers, params)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
             return make_optimizer(specs, dims).update(updates, state, params)
@@ -230,5 +240,6 @@ def _scale_by_owners(
         results = owners.orthogonalize(momentum, iterations)
         return results, state._replace(count=count, mu=mu)
 
+    # Of optax's transformation only the state is needed.
     optax_muon = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **iterations)
     return optax.GradientTransformation(optax_muon.init, update)

@@ -100,9 +100,10 @@ class Owners(NamedTuple):
             return shards
 
         on_mesh = jax.shard_map(orthogonalize_shards, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
+        padded_results = on_mesh(padded_leaves)
         results = []
-        for result, (_, x) in zip(on_mesh(padded_leaves), leaves, strict=True):
-            results.append(_remove_padding(result, x.shape))
+        for padded_result, (_, x) in zip(padded_results, leaves, strict=True):
+            results.append(_remove_padding(padded_result, x.shape))
         return jax.tree.unflatten(structure, results)
 
     def _make_member(self, position: int, path: str, x: jax.Array) -> _Member:

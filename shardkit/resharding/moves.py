@@ -21,7 +21,17 @@ from shardkit.meshes.layout import canonical, check_spec, local_shape, local_sha
 from shardkit.on_device.cuts import take_part
 from shardkit.plans.storage import Storage, is_padded, pad_to, padded_shape, stored_array, stored_shape
 from shardkit.resharding.redistribution import MoveStep, Redistribution, find_permutation, find_redistribution
-from shardkit.resharding.views import Axes, DimAxes, count_parts, divide_shape, divides, find_joint_index, name_parts
+from shardkit.resharding.views import (
+    Axes,
+    DimAxes,
+    Parts,
+    Sizes,
+    count_parts,
+    divide_shape,
+    divides,
+    find_joint_index,
+    name_parts,
+)
 
 
 class Leg(NamedTuple):
@@ -113,7 +123,14 @@ class LeafStorage(NamedTuple):
     by_plan: bool
 
 
-def make_move(where: str, path: str, x: Any, before: LeafStorage, after: LeafStorage, mesh: Any) -> Move:
+def make_move(
+    where: str,
+    path: str,
+    x: Any,
+    before: LeafStorage,
+    after: LeafStorage,
+    mesh: Any,
+) -> Move:
     """The steps of one leaf; the padding of either layout counts."""
     if before.storage.rows != after.storage.rows:
         raise ValueError(
@@ -151,7 +168,13 @@ class _Form(NamedTuple):
         return (*axes, *[()] * (len(self.shape) - len(axes)))
 
 
-def _check_form(where: str, x: Any, original: tuple[int, ...], leaf: LeafStorage, mesh: Any) -> _Form:
+def _check_form(
+    where: str,
+    x: Any,
+    original: tuple[int, ...],
+    leaf: LeafStorage,
+    mesh: Any,
+) -> _Form:
     """The form of a leaf; refuses a spec that the mesh or the shape does not allow."""
     spec = leaf.storage.spec
     check_spec(where, spec, mesh, len(original))
@@ -243,7 +266,13 @@ def _count_least_received(original: tuple[int, ...], before: _Form, after: _Form
     return most
 
 
-def _find_range(dim: int, form: _Form, size: int, device: Mapping[str, int], mesh: Any) -> tuple[int, int]:
+def _find_range(
+    dim: int,
+    form: _Form,
+    size: int,
+    device: Mapping[str, int],
+    mesh: Any,
+) -> tuple[int, int]:
     """The part of a dim, without padding, that a device holds."""
     axes = form.layout[dim]
     index = find_joint_index(axes, device, mesh.shape)
@@ -274,7 +303,7 @@ def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
     return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, leg.target))
 
 
-def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> PartitionSpec:
+def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Parts) -> PartitionSpec:
     """The spec over the parts of axes, without axes of size 1, over which an array would have to be gathered."""
     entries = []
     for axes in spec_axes(spec):
@@ -325,7 +354,7 @@ def _count_pieces(length: int, elements: int, piece: int) -> int:
     return length
 
 
-def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _slice(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     # Nothing is sent: a device has the part that it keeps.
     for dim, axes in enumerate(step.find_added_axes()):
         if axes:
@@ -333,7 +362,7 @@ def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     return x
 
 
-def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _gather(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     # Replicated, because the result leaves shard_map whole along these axes, or is sliced along others. With a result
     # that is typed as varying, every device would have the right array, and shard_map would refuse it.
     for dim, axes in enumerate(step.find_removed_axes()):
@@ -342,13 +371,13 @@ def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array
     return x
 
 
-def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _permute(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     # Shards change their devices in one step: a gather and a slice would send each shard to all devices.
     axes, pairs = find_permutation(step, sizes)
     return permute(x, axes, pairs)
 
 
-def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _exchange(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     """One all_to_all for all axes that move: a dim in front counts the receiving devices, and after it the senders.
 
     Worked example: from P("a", "b") with a=2 and b=3 to P("b", "a"), both at once, of a local [12, 12]. Dim 0 gets "b"
@@ -402,7 +431,7 @@ def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Arr
 _KINDS = {"slice": _slice, "all_to_all": _exchange, "ppermute": _permute, "all_gather": _gather}
 
 
-def refine_mesh(mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> Any:
+def refine_mesh(mesh: Any, parts: Parts) -> Any:
     """The same devices in the same order, with some axes split into parts."""
     if not parts:
         return mesh

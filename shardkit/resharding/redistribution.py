@@ -40,8 +40,8 @@ from shardkit.resharding.views import (
     Axes,
     DimAxes,
     Shape,
+    Sizes,
     View,
-    count_elements,
     count_parts,
     divide_shape,
     divides,
@@ -51,7 +51,8 @@ from shardkit.resharding.views import (
     refine_axes,
 )
 
-MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes seconds
+# Of axes that are split into parts: with more, the search takes seconds.
+MOST_PARTS = 6
 
 
 class MoveStep(NamedTuple):
@@ -150,7 +151,7 @@ def find_redistribution(
     return min(candidates, key=operator.attrgetter("sent"))  # of equal ones the first
 
 
-def _make_views(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[View]:
+def _make_views(shape: Shape, source: DimAxes, target: DimAxes, sizes: Sizes) -> Iterator[View]:
     """The views to search in. Coarse views come first: their collectives move longer runs of elements."""
     undivided: dict[str, Shape] = {}
     for axis in (*_list_axes(source), *_list_axes(target)):
@@ -199,13 +200,10 @@ def _search(view: View) -> Redistribution:
     The bound of a path, what it has sent and must still receive, never exceeds what it will have sent at its end. So
     the first path from the heap that ends at the target is the best.
     """
-    shape = view.shape
-    sizes = view.sizes
-    largest = max(count_elements(shape, view.source, sizes), count_elements(shape, view.target, sizes))
-    least = count_least_received(shape, view.source, view.target, sizes)
+    largest = max(view.count_elements(view.source), view.count_elements(view.target))
+    least = _count_least_received(view, view.source)
     numbers = itertools.count(1)
-    start = _Path(bound=least, length=0, shard_elements=0, number=0, sent=0, layout=view.source, steps=())
-    paths = [start]
+    paths = [_Path(bound=least, length=0, shard_elements=0, number=0, sent=0, layout=view.source, steps=())]
     finished = set()
     while True:
         path = heapq.heappop(paths)
@@ -214,13 +212,13 @@ def _search(view: View) -> Redistribution:
         if path.layout in finished:
             continue
         finished.add(path.layout)
-        for step in _find_steps(shape, path.layout, view.target, sizes):
-            size = count_elements(shape, step.after, sizes)
+        for step in _find_steps(view, path.layout):
+            size = view.count_elements(step.after)
             if step.after in finished or size > largest:
                 continue
             sent = path.sent + step.sent
             longer_path = _Path(
-                bound=sent + count_least_received(shape, step.after, view.target, sizes),
+                bound=sent + _count_least_received(view, step.after),
                 length=path.length + 1,
                 shard_elements=path.shard_elements + size,
                 number=next(numbers),
@@ -229,19 +227,17 @@ def _search(view: View) -> Redistribution:
                 steps=(*path.steps, step),
             )
             heapq.heappush(paths, longer_path)
-    shard_sizes = []
-    for layout in _list_layouts(view.source, path.steps):
-        shard_sizes.append(count_elements(shape, layout, sizes))
+    layouts = _list_layouts(view.source, path.steps)
     return Redistribution(
-        shape,
-        view.dims,
-        tuple(sizes.items()),
-        tuple(view.parts.items()),
-        view.source,
-        path.steps,
-        path.sent,
-        least,
-        tuple(shard_sizes),
+        shape=view.shape,
+        dims=view.dims,
+        axes=tuple(view.sizes.items()),
+        parts=tuple(view.parts.items()),
+        source=view.source,
+        steps=path.steps,
+        sent=path.sent,
+        least=least,
+        shard_sizes=tuple(map(view.count_elements, layouts)),
     )
 
 
@@ -250,49 +246,49 @@ def _list_layouts(source: DimAxes, steps: Sequence[MoveStep]) -> list[DimAxes]:
     return [source, *(step.after for step in steps)]
 
 
-def _find_steps(shape: Shape, layout: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
+def _find_steps(view: View, layout: DimAxes) -> Iterator[MoveStep]:
     """The steps that lead out of a layout."""
     # Gathers and exchanges take axes from the minor end of a dim, because the devices along its last axis have parts
     # that are next to each other. Along an earlier axis the parts lie apart: gathered, they would have the right shape
     # and no error, but an order of rows that no spec can name. So an earlier axis leaves after the axes behind it, or
     # after a ppermute has put it last. Slices send nothing and make later steps smaller, gathers make them larger: the
     # search puts gathers at the end.
-    yield from _find_slices(shape, layout, sizes)
-    yield from _find_gathers(shape, layout, sizes)
-    yield from _find_exchanges(shape, layout, target, sizes)
-    yield from _find_permutes(shape, layout, target, sizes)
+    yield from _find_slices(view, layout)
+    yield from _find_gathers(view, layout)
+    yield from _find_exchanges(view, layout)
+    yield from _find_permutes(view, layout)
 
 
-def _find_slices(shape: Shape, layout: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
-    local = divide_shape(shape, layout, sizes)
+def _find_slices(view: View, layout: DimAxes) -> Iterator[MoveStep]:
+    shard = divide_shape(view.shape, layout, view.sizes)
     used_axes = _list_axes(layout)
-    unused_axes = [axis for axis in sizes if axis not in used_axes]
-    for dim in range(len(shape)):
+    unused_axes = [axis for axis in view.sizes if axis not in used_axes]
+    for dim, size in enumerate(shard):
         for axis in unused_axes:
-            if local[dim] % sizes[axis] == 0:
+            if size % view.sizes[axis] == 0:
                 after = _add_axis(layout, dim, axis)
                 yield MoveStep("slice", layout, after, 0)
 
 
-def _find_gathers(shape: Shape, layout: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
-    elements = count_elements(shape, layout, sizes)
+def _find_gathers(view: View, layout: DimAxes) -> Iterator[MoveStep]:
+    elements = view.count_elements(layout)
     for dim, axes in enumerate(layout):
         for start in range(len(axes)):
-            arriving_shards = count_parts(axes[start:], sizes) - 1
+            arriving_shards = count_parts(axes[start:], view.sizes) - 1
             after = _replace_dim(layout, dim, axes[:start])
             yield MoveStep("all_gather", layout, after, elements * arriving_shards)
 
 
-def _find_exchanges(shape: Shape, layout: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
-    local = divide_shape(shape, layout, sizes)
-    elements = math.prod(local)
-    for after in _list_exchange_layouts(layout, target):
+def _find_exchanges(view: View, layout: DimAxes) -> Iterator[MoveStep]:
+    shard = divide_shape(view.shape, layout, view.sizes)
+    elements = math.prod(shard)
+    for after in _list_exchange_layouts(layout, view.target):
         step = MoveStep("all_to_all", layout, after, 0)
         added_axes = step.find_added_axes()
-        if divides(local, added_axes, sizes):
+        if divides(shard, added_axes, view.sizes):
             # Worked example: 8x4 over "x" of 4 devices, rows to columns. A device has 2x4 = 8 elements, in 4 pieces of
             # 2x1; it keeps one piece, and sends the other three: 6 elements.
-            pieces = count_parts(_list_axes(added_axes), sizes)
+            pieces = count_parts(_list_axes(added_axes), view.sizes)
             yield step._replace(sent=elements - elements // pieces)
 
 
@@ -325,21 +321,20 @@ def _list_exchange_layouts(layout: DimAxes, target: DimAxes) -> Iterator[DimAxes
                 yield tuple(map(operator.add, staying, arriving))
 
 
-def _find_permutes(shape: Shape, layout: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
-    elements = count_elements(shape, layout, sizes)
+def _find_permutes(view: View, layout: DimAxes) -> Iterator[MoveStep]:
     used_axes = _list_axes(layout)
-    counts = [count_parts(axes, sizes) for axes in layout]
+    counts = [count_parts(axes, view.sizes) for axes in layout]
     homes = []
-    for axes, count in zip(target, counts, strict=True):
-        homes.append(_find_home(axes, count, used_axes, sizes))
-    axes_at_home = set(_list_axes(homes))
+    for axes, count in zip(view.target, counts, strict=True):
+        homes.append(_find_home(axes, count, used_axes, view.sizes))
+    axes_at_home = _list_axes(homes)
     free_axes = tuple(axis for axis in used_axes if axis not in axes_at_home)
-    for after in _arrange(free_axes, homes, counts, sizes):
+    for after in _arrange(free_axes, homes, counts, view.sizes):
         if after != layout:
-            yield MoveStep("ppermute", layout, after, elements)
+            yield MoveStep("ppermute", layout, after, view.count_elements(layout))
 
 
-def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Mapping[str, int]) -> Axes:
+def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Sizes) -> Axes:
     """The first axes of the target on a dim, if they are used and split the dim into `count` parts; else none."""
     for number in range(len(axes) + 1):
         home = axes[:number]
@@ -348,7 +343,7 @@ def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Mapping[
     return ()
 
 
-def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Mapping[str, int]) -> Iterator[DimAxes]:
+def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Sizes) -> Iterator[DimAxes]:
     """The layouts in which each dim has its axes of `homes`, or is split into its count of parts by free `axes`."""
     if not counts:
         yield ()
@@ -362,7 +357,7 @@ def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Ma
             yield (dim_axes, *later_dims)
 
 
-def _fill_dim(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
+def _fill_dim(axes: Axes, count: int, sizes: Sizes) -> Iterator[Axes]:
     """All tuples of some of these axes that split a dim into `count` parts."""
     if count == 1:
         yield ()
@@ -374,23 +369,23 @@ def _fill_dim(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[Axes
                 yield (axis, *minor_axes)
 
 
-def count_least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> int:
-    """The elements that some device must receive: the part of its target shard that is not in its source shard.
+def _count_least_received(view: View, layout: DimAxes) -> int:
+    """The elements that some device must receive: the part of its target shard that is not in its shard of the layout.
 
     Along a dim, if the axes of one layout begin with the axes of the other, every device's smaller shard lies in its
     larger one. Otherwise some device's shards do not overlap at all.
     """
     overlap = 1
-    for size, source_axes, target_axes in zip(shape, source, target, strict=True):
-        if find_common_prefix(source_axes, target_axes) in (source_axes, target_axes):
-            longer = max(source_axes, target_axes, key=len)
-            overlap *= size // count_parts(longer, sizes)
+    for size, axes, target_axes in zip(view.shape, layout, view.target, strict=True):
+        if find_common_prefix(axes, target_axes) in (axes, target_axes):
+            longer_axes = max(axes, target_axes, key=len)
+            overlap *= size // count_parts(longer_axes, view.sizes)
         else:
             overlap = 0
-    return count_elements(shape, target, sizes) - overlap
+    return view.count_elements(view.target) - overlap
 
 
-def find_permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
+def find_permutation(step: MoveStep, sizes: Sizes) -> tuple[Axes, list[tuple[int, int]]]:
     """The axes of a ppermute, and its (source, target) pairs as joint indices over them, the first axis major.
 
     From x=2, y=2 on one dim to y, x: the device (x, y) held part 2 x + y and gets part 2 y + x, which (y, x) held. So

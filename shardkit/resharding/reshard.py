@@ -120,7 +120,13 @@ def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh 
     return Moves(_make_moves("reshard_steps", tree, source_storage, target_storage, mesh))
 
 
-def _read_layouts(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> list[LeafStorage]:
+def _read_layouts(
+    where: str,
+    name: str,
+    layouts: Layouts,
+    tree: Any,
+    mesh: Any,
+) -> list[LeafStorage]:
     """How each leaf of the tree is stored, from a plan or from layouts, of which one may be for a part of the tree."""
     if isinstance(layouts, Plan):
         if isinstance(tree, TrainState):

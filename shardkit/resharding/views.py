@@ -20,6 +20,8 @@ Cuts = Literal["last", "none", "all"]
 Axes = tuple[str, ...]
 DimAxes = tuple[Axes, ...]
 Shape = tuple[int, ...]
+Sizes = Mapping[str, int]  # of axes: how many devices
+Parts = Mapping[str, Shape]  # of axes: the sizes of the parts of each
 
 
 class View(NamedTuple):
@@ -29,8 +31,12 @@ class View(NamedTuple):
     dims: Shape  # for each dim of the view the dim of the array that it is a part of
     source: DimAxes
     target: DimAxes
-    sizes: Mapping[str, int]  # of each axis, or of its parts
-    parts: Mapping[str, Shape]  # the sizes of the parts of every axis that has several
+    sizes: Sizes  # of each axis, or of its parts
+    parts: Parts  # of every axis that has several
+
+    def count_elements(self, layout: DimAxes) -> int:
+        """The elements of a shard."""
+        return math.prod(divide_shape(self.shape, layout, self.sizes))
 
 
 def find_common_prefix(a: Axes, b: Axes) -> Axes:
@@ -43,12 +49,12 @@ def find_common_prefix(a: Axes, b: Axes) -> Axes:
     return tuple(prefix)
 
 
-def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def count_parts(axes: Sequence[str], sizes: Sizes) -> int:
     """Into how many parts these axes split a dim."""
     return math.prod(sizes[axis] for axis in axes)
 
 
-def divides(shape: Sequence[int], split: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> bool:
+def divides(shape: Sequence[int], split: Sequence[Sequence[str]], sizes: Sizes) -> bool:
     """Whether each dim divides into the parts of its axes."""
     for size, axes in zip(shape, split, strict=True):
         if size % count_parts(axes, sizes):
@@ -56,7 +62,7 @@ def divides(shape: Sequence[int], split: Sequence[Sequence[str]], sizes: Mapping
     return True
 
 
-def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
+def divide_shape(shape: Shape, split: DimAxes, sizes: Sizes) -> Shape:
     """The shape of a shard."""
     local_sizes = []
     for size, axes in zip(shape, split, strict=True):
@@ -64,12 +70,7 @@ def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shap
     return tuple(local_sizes)
 
 
-def count_elements(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
-    """The elements of a shard."""
-    return math.prod(divide_shape(shape, split, sizes))
-
-
-def find_joint_index(axes: Axes, device: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def find_joint_index(axes: Axes, device: Mapping[str, int], sizes: Sizes) -> int:
     """The index of a device along several axes, the first one major; `device` has its coordinates."""
     index = 0
     for axis in axes:
@@ -86,7 +87,7 @@ class _Span(NamedTuple):
     end: int  # and with it
 
 
-def _find_spans(axes: Axes, parts: Mapping[str, Shape]) -> list[_Span]:
+def _find_spans(axes: Axes, parts: Parts) -> list[_Span]:
     """The parts of the axes of a dim, major to minor. Of x=4 as (2, 2) and y=3: x.0 1-2, x.1 2-4, y 4-12."""
     spans = []
     start = 1
@@ -97,7 +98,7 @@ def _find_spans(axes: Axes, parts: Mapping[str, Shape]) -> list[_Span]:
     return spans
 
 
-def refine_axes(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+def refine_axes(source: DimAxes, target: DimAxes, parts: Parts) -> Parts:
     """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other.
 
     Of a dim that x=2 splits in the source, and y=4 in the target: x ends after 2, inside y. So y has the parts (2, 2).
@@ -113,7 +114,7 @@ def refine_axes(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) ->
         parts = finer_parts
 
 
-def _cut_at_ends(axes: Axes, other_axes: Axes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+def _cut_at_ends(axes: Axes, other_axes: Axes, parts: Parts) -> Parts:
     """The parts of axes, after those of `axes` are cut where one of `other_axes` ends a part of the same dim."""
     for end in _find_ends(_find_spans(other_axes, parts)):
         for span in _find_spans(axes, parts):
@@ -127,7 +128,7 @@ def _cut_at_ends(axes: Axes, other_axes: Axes, parts: Mapping[str, Shape]) -> Ma
     return parts
 
 
-def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cuts: Cuts) -> View:
+def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Parts, cuts: Cuts) -> View:
     """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
 
     `cuts` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
@@ -149,19 +150,27 @@ def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str
         elif cuts == "last":
             starts = sorted({1, starts[-1]})
         for start, end in itertools.pairwise([*starts, size]):
-            if end // start == 1:
+            view_size = end // start
+            if view_size == 1:
                 continue
-            view_shape.append(end // start)
+            view_shape.append(view_size)
             dims.append(dim)
             view_source.append(_select_parts(source_spans, start, end, parts))
             view_target.append(_select_parts(target_spans, start, end, parts))
     sizes: dict[str, int] = {}
-    parts_of_split_axes = {}
+    several_parts = {}
     for axis, part_sizes in parts.items():
         sizes.update(zip(name_parts(axis, parts), part_sizes, strict=True))
         if len(part_sizes) > 1:
-            parts_of_split_axes[axis] = part_sizes
-    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, parts_of_split_axes)
+            several_parts[axis] = part_sizes
+    return View(
+        shape=tuple(view_shape),
+        dims=tuple(dims),
+        source=tuple(view_source),
+        target=tuple(view_target),
+        sizes=sizes,
+        parts=several_parts,
+    )
 
 
 def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
@@ -181,7 +190,7 @@ def _find_ends(spans: Sequence[_Span]) -> list[int]:
     return [span.end for span in spans]
 
 
-def _select_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
+def _select_parts(spans: Sequence[_Span], start: int, end: int, parts: Parts) -> Axes:
     """The names of the parts of axes that split a dim between two cuts."""
     names = []
     for span in spans:
@@ -190,7 +199,7 @@ def _select_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[s
     return tuple(names)
 
 
-def name_parts(axis: str, parts: Mapping[str, Shape]) -> Axes:
+def name_parts(axis: str, parts: Parts) -> Axes:
     """The names of the parts of an axis; its own name if the axis is not split into parts."""
     count = len(parts.get(axis, ()))
     if count < 2:

@@ -29,7 +29,8 @@ from shardkit.collectives.tables.messages import Message, are_consecutive
 from shardkit.collectives.tables.table import Op, SendTable
 
 _Names = tuple[str, ...]
-_Rows = tuple[jax.Array, jax.Array]  # of a message on this device: the rows that it sends, and the rows that it stores
+# Of a message on this device: the rows that it sends, and the rows that it stores.
+_Rows = tuple[jax.Array, jax.Array]
 
 
 def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
@@ -42,7 +43,13 @@ def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
     table.check()
 
 
-def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
+def all_gather(
+    piece: jax.Array,
+    names: _Names,
+    dim: int,
+    replicated: bool,
+    table: SendTable,
+) -> jax.Array:
     """Gathers one array along `dim`."""
     kernel = _all_gather
     # The mesh is asked, and not the array's type: without check_vma no type says over which axes an array varies.
@@ -57,7 +64,8 @@ def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, tabl
 def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:
     """Sums one array over the devices, and scatters the sum along `dim`."""
     # Of 4 devices and dim 1, [3, 8, 5] becomes [3, 4, 2, 5] and then [4, 3, 2, 5]: for each device its piece.
-    pieces = x.reshape(*x.shape[:dim], table.devices, x.shape[dim] // table.devices, *x.shape[dim + 1 :])
+    n = table.devices
+    pieces = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
     return _reduce_scatter(jnp.moveaxis(vary(pieces, names), dim, 0), names, table)
 
 
@@ -133,7 +141,13 @@ def _run_forward(kernel: Any, x: jax.Array, names: _Names, table: SendTable) -> 
     return kernel(x, names, table), None
 
 
-def _run_transpose(kernel: Any, names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _run_transpose(
+    kernel: Any,
+    names: _Names,
+    table: SendTable,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     return (kernel(cotangent, names, table.transpose()),)
 
 
@@ -188,7 +202,7 @@ def run_steps(buffer: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     for _, group in groupby(nonempty_steps, key=_list_kinds):
         steps = list(group)
         rows = []
-        for messages in zip(*steps, strict=True):  # a message of one step, and those like it of the other steps
+        for messages in zip(*steps, strict=True):  # of each step one: they differ in their rows alone
             sent_rows = _select_rows([message.sent_rows for message in messages], me)
             stored_rows = _select_rows([message.stored_rows for message in messages], me)
             rows.append((sent_rows, stored_rows))

@@ -32,6 +32,7 @@ _RESERVED_OPS = 4  # of a thread block, for its barriers
 _MOST_CHARACTERS = 2**26
 
 Json = dict[str, Any]
+_Pair = tuple[int, int]  # of two devices, or of a device and a chunk, place or barrier
 _NOP: Json = {"name": "nop"}  # ends when all threads of the block have come to it
 
 
@@ -85,17 +86,20 @@ def _describe_gpu(table: SendTable, device: int) -> Json:
             f"{table.name}: a device of an MSCCL++ plan has {_MOST_PEERS} peers and {_MOST_OPS} ops at most; got "
             f"{len(peers)} and {longest} in a step. Write a table of fewer devices or chunks."
         )
-    input_chunks = output_chunks = table.chunks
-    scratch_chunks = 0
-    remote_buffer = "s"
+
+    input_chunks = table.chunks
+    output_chunks = table.chunks
     if table.op == "all_gather":
         input_chunks = table.chunks // table.devices
-        remote_buffer = "o"
-    else:
-        for send in table.sends:
-            scratch_chunks += send.target == device
     if table.op == "reduce_scatter":
         output_chunks = table.chunks // table.devices
+    target_buffer = "o"
+    scratch_chunks = 0
+    if table.op != "all_gather":  # a place for each chunk that arrives
+        target_buffer = "s"
+        for send in table.sends:
+            scratch_chunks += send.target == device
+
     block_channels = []
     block_buffers = []
     channels = []
@@ -110,7 +114,8 @@ def _describe_gpu(table: SendTable, device: int) -> Json:
         blocks.append(block)
     remote_buffers = []
     for peer in peers:
-        remote_buffers.append({"rank": peer, "type": remote_buffer, "access_channel_types": ["memory"]})
+        remote_buffers.append({"rank": peer, "type": target_buffer, "access_channel_types": ["memory"]})
+
     return {
         "id": device,
         "input_chunks": input_chunks,
@@ -301,13 +306,17 @@ class _PlanReader:
         self.chunks = self._read_chunks()
         self.clock = [0] * len(self.gpus)
         # From a device to another: chunks put since the last signal, and signals that nobody has waited for.
-        self.puts: defaultdict[tuple[int, int], list[_Put]] = defaultdict(list)
-        self.signals: defaultdict[tuple[int, int], list[tuple[int, list[_Put]]]] = defaultdict(list)
-        self.barriers: defaultdict[tuple[int, int], int] = defaultdict(int)  # a bit for each block that has come to it
-        self.used_places: set[tuple[int, int]] = set()  # of the scratch buffers, by device
-        self.arrivals: dict[tuple[int, int], _Put] = {}  # what is in them
-        self.versions: Counter[tuple[int, int]] = Counter()  # messages that a device has taken, by chunk
-        self.sends: list[tuple[Send, int]] = []  # with the version of what was sent
+        self.puts: defaultdict[_Pair, list[_Put]] = defaultdict(list)
+        self.signals: defaultdict[_Pair, list[tuple[int, list[_Put]]]] = defaultdict(list)
+        # By device and barrier, a bit for each block that has come to it.
+        self.barriers: defaultdict[_Pair, int] = defaultdict(int)
+        # By device, places of the scratch buffers that a put has used, and what is in them.
+        self.used_places: set[_Pair] = set()
+        self.arrivals: dict[_Pair, _Put] = {}
+        # By device and chunk, how many messages the device has taken.
+        self.versions: Counter[_Pair] = Counter()
+        # Each with the version of its chunk.
+        self.sends: list[tuple[Send, int]] = []
 
     def _read_op(self, plan: Json) -> Op:
         ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
@@ -360,7 +369,7 @@ class _PlanReader:
 
     def build_table(self) -> SendTable:
         """The table of the messages, checked."""
-        steps_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of messages, by target and chunk
+        steps_of: defaultdict[_Pair, list[int]] = defaultdict(list)  # by target and chunk
         for send, _ in self.sends:
             steps_of[send.target, send.chunk].append(send.step)
         # A message of a table carries what its source had before the step: the sum of all earlier arrivals.
@@ -384,7 +393,8 @@ class _PlanReader:
         """Runs an op if it can run, and says whether it did."""
         name = op["name"]
         if name in ("signal", "rlxsignal"):
-            self._signal_peers(block.device, self._read_peers(block, op), is_relaxed=name == "rlxsignal")
+            peers = self._read_peers(block, op)
+            self._signal_peers(block.device, peers, is_relaxed=name == "rlxsignal")
         elif name in ("wait", "rlxwait"):
             peers = self._read_peers(block, op)
             for peer in peers:
@@ -426,7 +436,8 @@ class _PlanReader:
         """Whether all thread blocks have come to a barrier; each of them asks again until they have."""
         key = (block.device, _check_count(op["barrier_id"]))
         self.barriers[key] |= 1 << block.number
-        return self.barriers[key].bit_count() >= max(1, _check_count(op["num_threadblocks"]))
+        blocks = _check_count(op["num_threadblocks"])
+        return self.barriers[key].bit_count() >= max(1, blocks)
 
     def _put(self, block: _Block, source_chunk: Json, target_chunk: Json) -> None:
         """Puts one chunk on its way; it is there when its target has waited for a later signal."""
@@ -436,7 +447,8 @@ class _PlanReader:
         buffer = self.gpus[device]["remote_buffers"][_check_count(number)]
         chunk = _check_count(source_chunk["index"])
         index = _check_count(target_chunk["index"])
-        if source_chunk["size"] != 1 or target_chunk["size"] != 1 or source_chunk["type"] not in ("i", "o"):
+        is_single = source_chunk["size"] == target_chunk["size"] == 1
+        if not is_single or source_chunk["type"] not in ("i", "o"):
             self._refuse("puts of single chunks of the array", f"{source_chunk} to {target_chunk}")
         to_scratch = buffer["type"] == "s"
         if not to_scratch and chunk != index:
@@ -487,7 +499,8 @@ class _PlanReader:
         self._note_send(put, self.clock[device] - 1, device, reduce=adds)
 
     def _note_send(self, put: _Put, step: int, target: int, reduce: bool) -> None:
-        self.sends.append((Send(step, put.source, target, put.chunk, reduce), put.version))
+        send = Send(step, put.source, target, put.chunk, reduce)
+        self.sends.append((send, put.version))
         self.versions[target, put.chunk] += 1
 
 

@@ -289,7 +289,11 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
 
 
 def _list_torus_sends(
-    part: int, parts: int, dims: Sequence[int], direction: int, sizes: Sequence[int]
+    part: int,
+    parts: int,
+    dims: Sequence[int],
+    direction: int,
+    sizes: Sequence[int],
 ) -> Iterator[Send]:
     """The messages of one part of the array: a ring along each of the dims, one dim after the other.
 
@@ -300,11 +304,13 @@ def _list_torus_sends(
     first_step = 0
     for dim in dims:
         for step, place in product(range(sizes[dim] - 1), product(*map(range, sizes))):
-            target = _move(place, dim, direction, sizes)
-            origin = _move(place, dim, -direction * step, sizes)  # from where the ring has brought what is passed on
+            source = _find_number(place, sizes)
+            target = _find_number(_move(place, dim, direction, sizes), sizes)
+            # From the origin the ring has brought what is passed on.
+            origin = _move(place, dim, -direction * step, sizes)
             for owner in _list_places(origin, gathered_dims, sizes):
                 chunk = _find_number(owner, sizes) * parts + part
-                yield Send(first_step + step, _find_number(place, sizes), _find_number(target, sizes), chunk, False)
+                yield Send(first_step + step, source, target, chunk, False)
         gathered_dims.append(dim)
         first_step += max(sizes) - 1  # all parts change their dim in the same step
 
@@ -338,7 +344,8 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
     _check_message_count("tree", 2 * (n - 1) * chunks)
     trees = (_make_first_tree(n, inner), _make_second_tree(n, inner))
     parents = [trees[chunk % 2] for chunk in range(chunks)]
-    return SendTable("all_reduce", n, chunks, tuple(_list_tree_sends(parents, n)), f"tree of {inner}")
+    sends = tuple(_list_tree_sends(parents, n))
+    return SendTable("all_reduce", n, chunks, sends, f"tree of {inner}")
 
 
 # A tree is a mapping of devices to their parents; the root has no parent. Inside it is a binary tree of machines: every
@@ -354,7 +361,8 @@ def _make_first_tree(devices: int, inner: int) -> dict[int, int]:
     machines = devices // inner
     parents = {}
     for machine in range(machines):
-        first_device = machine * inner  # the others of the machine lead to it, each to the one before it
+        # The others of the machine lead to its first device, each to the one before it.
+        first_device = machine * inner
         for device in range(first_device + 1, first_device + inner):
             parents[device] = device - 1
         if machine:
@@ -399,10 +407,13 @@ def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iter
     In a step a device sends one chunk and gets one. Each step sends all messages that are ready, in the order of the
     chunks, unless their source or target is busy in this step: so chunks follow each other through the trees.
     """
-    missing_terms = [[0] * devices for _ in parents]  # by chunk and device: sums of children that have not arrived
-    up: list[tuple[int, int, int]] = []  # (chunk, source, target) that are not sent yet
+    # By chunk and device, the sums of children that have not arrived.
+    missing_terms = [[0] * devices for _ in parents]
+    # Messages that are not sent yet: (chunk, source, target).
+    up: list[tuple[int, int, int]] = []
     down: list[tuple[int, int, int]] = []
-    holders: list[set[int]] = []  # by chunk: devices that have the whole sum, or will have once all terms have arrived
+    # By chunk, the devices that have the whole sum, or will have it once all terms have arrived.
+    holders: list[set[int]] = []
     for chunk, tree in enumerate(parents):
         for child, parent in tree.items():
             missing_terms[chunk][parent] += 1
@@ -417,7 +428,9 @@ def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iter
         for reduce, pending in ((True, up), (False, down)):
             for message in list(pending):
                 chunk, source, target = message
-                is_ready = missing_terms[chunk][source] == 0 and (reduce or source in holders[chunk])
+                is_ready = missing_terms[chunk][source] == 0
+                if not reduce:
+                    is_ready = is_ready and source in holders[chunk]
                 if is_ready and source not in busy_sources and target not in busy_targets:
                     busy_sources.add(source)
                     busy_targets.add(target)
@@ -444,13 +457,17 @@ def derive(
 
     A reduce_scatter is the transpose of an all_gather: of `scatter_sends`, if they are passed.
     """
-    gather = SendTable("all_gather", devices, chunks, tuple(sorted(gather_sends)), name)
+
+    def make_gather(sends: Iterable[Send]) -> SendTable:
+        return SendTable("all_gather", devices, chunks, tuple(sorted(sends)), name)
+
+    gather = make_gather(gather_sends)
     if op == "all_gather":
         return gather
-    gather_to_transpose = gather
-    if scatter_sends is not None:
-        gather_to_transpose = SendTable("all_gather", devices, chunks, tuple(sorted(scatter_sends)), name)
-    scatter = gather_to_transpose.transpose()
+    if scatter_sends is None:
+        scatter = gather.transpose()
+    else:
+        scatter = make_gather(scatter_sends).transpose()
     if op == "reduce_scatter":
         return scatter
     return scatter.then(gather)
@@ -482,9 +499,9 @@ def _move(place: tuple[int, ...], dim: int, by: int, sizes: Sequence[int]) -> tu
 
 def _list_places(place: tuple[int, ...], dims: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All places that differ from this one along these dims alone."""
-    choices: list[Iterable[int]] = []
-    for dim, size in enumerate(sizes):
-        choices.append(range(size) if dim in dims else [place[dim]])
+    choices: list[Iterable[int]] = [[coordinate] for coordinate in place]
+    for dim in dims:
+        choices[dim] = range(sizes[dim])
     return product(*choices)
 
 

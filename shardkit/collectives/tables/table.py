@@ -136,7 +136,7 @@ class SendTable:
         sends = []
         for send in self.sends:
             step = self.steps - 1 - send.step
-            sends.append(Send(step, source=send.target, target=send.source, chunk=send.chunk, reduce=adds))
+            sends.append(Send(step, send.target, send.source, send.chunk, reduce=adds))
         return SendTable(op, self.devices, self.chunks, tuple(sorted(sends)), self.name)
 
     def then(self, gather: SendTable) -> SendTable:
@@ -213,8 +213,10 @@ class _Devices:
         if table.op == "all_gather":  # an owner has the chunk with all contributions, the others have nothing
             for chunk in range(table.chunks):
                 self.values[_find_owner(table, chunk)][chunk] = _make_complete_value(table)
-        self.orders = [list(range(n)) for _ in range(table.chunks)]  # by chunk and device
-        self.sum_orders: dict[tuple[int, ...], int] = {}  # by the orders of the two that were added
+        # By chunk and device.
+        self.orders = [list(range(n)) for _ in range(table.chunks)]
+        # By the orders of the two that were added.
+        self.sum_orders: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def run(cls, table: SendTable) -> _Devices:
@@ -232,7 +234,9 @@ class _Devices:
         # All chunks are read before any is written: each device sends what it had before the step.
         sent = []
         for send in sends:
-            sent.append((self.values[send.source][send.chunk], self.orders[send.chunk][send.source]))
+            value = self.values[send.source][send.chunk]
+            order = self.orders[send.chunk][send.source]
+            sent.append((value, order))
         if self.table.op == "reduce_scatter":  # the source passes its sum on, and keeps nothing of it
             for send in sends:
                 self.values[send.source][send.chunk] = 0
@@ -251,7 +255,8 @@ class _Devices:
 
     def _order_of_sum(self, order: int, other: int) -> int:
         addends = tuple(sorted((order, other)))
-        return self.sum_orders.setdefault(addends, self.table.devices + len(self.sum_orders))
+        new_order = self.table.devices + len(self.sum_orders)
+        return self.sum_orders.setdefault(addends, new_order)
 
 
 def _make_complete_value(table: SendTable) -> int:
@@ -279,7 +284,8 @@ def _check_results(table: SendTable, devices: _Devices) -> None:
                 f"{table.name}: device {device} must have what every device has of chunk {chunk} in the end; got "
                 f"nothing of {_name_devices(missing)}. Add a message that brings it."
             )
-        if table.op == "all_reduce" and devices.orders[chunk][device] != devices.orders[chunk][0]:
+        orders = devices.orders[chunk]
+        if table.op == "all_reduce" and orders[device] != orders[0]:
             raise ValueError(
                 f"{table.name}: all devices must add chunk {chunk} in one order, to have the same bits; got another on "
                 f"device {device} than on device 0. Send the sum of one of them."
