@@ -338,9 +338,8 @@ def run_steps(x: jax.Array, route: Redistribution, varying_axes: tuple[str, ...]
     rows = x.shape[dim] // count
 
     def move_piece(number: jax.Array, out: jax.Array) -> jax.Array:
-        first = number * rows
-        result = run_all(lax.dynamic_slice_in_dim(x, first, rows, dim))
-        return lax.dynamic_update_slice_in_dim(out, result, first, dim)
+        result = run_all(lax.dynamic_slice_in_dim(x, number * rows, rows, dim))
+        return lax.dynamic_update_slice_in_dim(out, result, number * rows, dim)
 
     empty = vary(jnp.zeros(shape, x.dtype), varying_axes)
     return lax.fori_loop(0, count, move_piece, empty)

@@ -434,7 +434,7 @@ def _format_axes(axes: Axes) -> str:
 
 def _map_axes_to_dims(split: DimAxes, dims: Iterable[int]) -> dict[str, int]:
     """The dim of the array that each axis splits."""
-    dim_of_axis = {}
+    dim_of_axis: dict[str, int] = {}
     for dim, axes in zip(dims, split, strict=True):
         dim_of_axis |= dict.fromkeys(axes, dim)
     return dim_of_axis
