@@ -297,8 +297,7 @@ def reduce_scatter(
         split_dim = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
         if table is not None:
-            addend = vary(as_numbers(leaf), names)
-            shard = execute.reduce_scatter(addend, names, split_dim, table)
+            shard = execute.reduce_scatter(as_numbers(leaf), names, split_dim, table)
         else:
             shard = scatter_array(leaf, names, split_dim)
         if op == "mean":

@@ -25,6 +25,7 @@ from shardkit._arguments.checks import Axis, at_least, dim_of, divides
 from shardkit._arguments.typed import Arrays, DType, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import basic, hierarchical
+from shardkit.collectives._parts import join_parts, stack_parts
 from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.collectives.quantization import check_dtype, decode, encode
 
@@ -85,7 +86,7 @@ def all_gather(
 
         def compress(wide: jax.Array) -> _Pair:
             shards = _gather_quantized(wide, names, wire_dtype, block, replicated)
-            return _join_chunks(shards, gathered_dim), None
+            return join_parts(shards, gathered_dim), None
 
         exact = partial(basic.all_gather, axis=names, dim=gathered_dim, replicated=replicated)
         result, _ = _straight_through(exact, compress, vary(leaf, names), None)
@@ -145,9 +146,9 @@ def reduce_scatter(
         divides(where, split_dim, leaf.shape[split_dim], names, count)
 
         def compress(wide: jax.Array) -> _Pair:
-            chunks = _make_chunks(wide, split_dim, count)
+            chunks = stack_parts(wide, split_dim, count)
             total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
-            return total, _join_chunks(remainder, split_dim)
+            return total, join_parts(remainder, split_dim)
 
         exact = partial(basic.reduce_scatter, axis=names, dim=split_dim)
         return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
@@ -225,7 +226,7 @@ def reduce_scatter_two_level(
         # device 1 of machine 1. The two machines' sums differ. They are quantized and exchanged over the slow links:
         # machine 0 gets both sums of chunk 1, machine 1 both sums of chunk 5, and each adds them.
         def compress(wide: jax.Array) -> _Pair:
-            chunks = _make_chunks(wide, split_dim, machines * devices)
+            chunks = stack_parts(wide, split_dim, machines * devices)
             by_machine = chunks.reshape(machines, devices, *chunks.shape[1:])
             by_device = by_machine.swapaxes(0, 1)
             if inner_wire_dtype is None:
@@ -238,7 +239,7 @@ def reduce_scatter_two_level(
             # it; if all devices of the machine kept it, the next step would add it I times.
             remainder = _add_to_own_chunk(remainder, outer_remainder, fast)
             remainder = remainder.swapaxes(0, 1).reshape(chunks.shape)
-            return total, _join_chunks(remainder, split_dim)
+            return total, join_parts(remainder, split_dim)
 
         exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=split_dim)
         return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
@@ -296,7 +297,7 @@ def all_reduce(
 
     def reduce_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
         def compress(wide: jax.Array) -> _Pair:
-            chunks, restore = _make_any_chunks(wide, count)
+            chunks, restore = _make_chunks(wide, count)
             total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
             if compress_result:
                 totals = _gather_quantized(total, names, wire_dtype, block, replicated=True)
@@ -421,24 +422,11 @@ def _differentiate_straight_through(exact: Any, compress: Any, primals: Any, tan
     return (result, remainder), (dresult, dremainder)
 
 
-def _make_chunks(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """`x` split along `dim` into chunks, [count, ...]."""
-    # Of 4 chunks along dim 1, [3, 8, 5] becomes [3, 4, 2, 5] and then [4, 3, 2, 5].
-    two_dims = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-    return jnp.moveaxis(two_dims, dim, 0)
-
-
-def _join_chunks(chunks: jax.Array, dim: int) -> jax.Array:
-    """Chunks [count, ...] concatenated along their `dim`: the inverse of `_make_chunks`."""
-    two_dims = jnp.moveaxis(chunks, 0, dim)
-    return two_dims.reshape(*two_dims.shape[:dim], -1, *two_dims.shape[dim + 2 :])
-
-
-def _make_any_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _make_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """`x` in `count` equal chunks, padded if no dim divides; and the inverse for arrays of the same shape."""
     for dim, size in enumerate(x.shape):
         if size % count == 0:  # flattened, it takes the TPU compiler much longer
-            return _make_chunks(x, dim, count), partial(_join_chunks, dim=dim)
+            return stack_parts(x, dim, count), partial(join_parts, dim=dim)
     padded = jnp.pad(x.ravel(), (0, -x.size % count))
 
     def restore(chunks: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from shardkit._arguments.checks import Axis, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends, compat
 from shardkit._jax.compat import bound
+from shardkit.collectives._parts import merge_parts, separate_parts
 from shardkit.collectives._sums import save_as_dot, wide, wide_zeros
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import gather_array, scatter_array
@@ -238,7 +239,7 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, forms: F
         products.append(vary_like(lax.empty(shape, x.dtype), x))
     messages, products = lax.fori_loop(0, n - 1, hop, (messages, products))
     products = multiply(n - 1, messages, products)
-    return tuple(_merge_devices(product, token_dim) for product in products)
+    return tuple(merge_parts(product, token_dim) for product in products)
 
 
 def _all_gather_matmul_forward(x: jax.Array, ws: _Arrays, names: _Names, forms: Forms) -> Any:
@@ -267,7 +268,7 @@ def _all_gather_matmul_backward(names: _Names, forms: Forms, residuals: Any, dys
         gathered_dws = tuple(_outer(x_TD, dy, token_dim + 1) for dy in dys)
         dx = scatter_array(multiply_dx(dys).astype(x.dtype), names, token_dim)
         return dx, gathered_dws
-    dys = tuple(_separate_devices(dy, token_dim, n) for dy in dys)
+    dys = tuple(separate_parts(dy, token_dim, n) for dy in dys)
 
     def take_dys(source: Any) -> list[jax.Array]:
         return [_take_rows(dy, token_dim, source) for dy in dys]
@@ -308,7 +309,7 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, for
     if forms.forward == "gather":
         partial_sums = _dot(h, w, w.ndim - 1)
         return save_as_dot(scatter_array(partial_sums, names, token_dim))
-    h = _separate_devices(h, token_dim, n)
+    h = separate_parts(h, token_dim, n)
     directions = _choose_directions(forms.forward, h.shape[token_dim + 1], n)
 
     def multiply(k: Any, direction: _Direction) -> jax.Array:
@@ -345,7 +346,7 @@ def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any,
         dh = _dot(dy_TD, w_transposed, 1)
         dw = _outer(h, dy_TD, token_dim + 1)
         return dh, dw
-    h = _separate_devices(h, token_dim, n)
+    h = separate_parts(h, token_dim, n)
 
     # The rows of the gradient that travel serve both results: dh is these rows times w.T, and dw needs them beside the
     # rows of h.
@@ -366,7 +367,7 @@ def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any,
     zero_dw = wide_zeros(w)
     dy_rows, dh, dw = lax.fori_loop(0, n - 1, hop, (dy, empty_dh, zero_dw))
     dh, dw = multiply(n - 1, dy_rows, dh, dw)
-    return _merge_devices(dh, token_dim), dw.astype(h.dtype)
+    return merge_parts(dh, token_dim), dw.astype(h.dtype)
 
 
 _all_gather_matmul = jax.custom_vjp(_all_gather_matmul_primal, nondiff_argnums=(2, 3))
@@ -432,15 +433,6 @@ def _add_to_arrival(arrival: jax.Array, product: jax.Array) -> jax.Array:
 
 # Rows are indexed by device, not by row number, so that the compiler sees whole tiles and fuses the access with the
 # matmul: [..., T, D] is [..., n, t, D], and device d's rows are index d of that dim.
-
-
-def _separate_devices(x: jax.Array, dim: int, n: int) -> jax.Array:
-    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-
-
-def _merge_devices(x: jax.Array, dim: int) -> jax.Array:
-    n, rows = x.shape[dim : dim + 2]
-    return x.reshape(*x.shape[:dim], n * rows, *x.shape[dim + 2 :])
 
 
 def _take_rows(x: jax.Array, dim: int, device: Any) -> jax.Array:

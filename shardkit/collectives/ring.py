@@ -17,6 +17,7 @@ from shardkit._arguments.checks import Axis, dim_of, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
+from shardkit.collectives._parts import join_parts
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import as_numbers, axis_index, axis_size, varies, vary
 from shardkit.collectives.permute import shift_array
@@ -210,9 +211,7 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
             _, out = hop(n // 2 - 1, (from_below, out))
     else:
         _, out = lax.fori_loop(0, n - 1, hop, (x, out))
-    # From [n, ..., rows, ...] to [..., n rows, ...], in the order of the devices.
-    shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
-    return jnp.moveaxis(out, 0, dim).reshape(shape)
+    return join_parts(out, dim)
 
 
 # The sum of a shard starts at the device that is farthest from its owner. Shard 0 over four devices:

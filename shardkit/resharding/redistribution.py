@@ -243,7 +243,10 @@ def _search(view: View) -> Redistribution:
 
 def _list_layouts(source: DimAxes, steps: Sequence[MoveStep]) -> list[DimAxes]:
     """The source, and the layout after each step."""
-    return [source, *(step.after for step in steps)]
+    layouts = [source]
+    for step in steps:
+        layouts.append(step.after)
+    return layouts
 
 
 def _find_steps(view: View, layout: DimAxes) -> Iterator[MoveStep]:
@@ -261,8 +264,7 @@ def _find_steps(view: View, layout: DimAxes) -> Iterator[MoveStep]:
 
 def _find_slices(view: View, layout: DimAxes) -> Iterator[MoveStep]:
     shard = divide_shape(view.shape, layout, view.sizes)
-    used_axes = _list_axes(layout)
-    unused_axes = [axis for axis in view.sizes if axis not in used_axes]
+    unused_axes = _exclude_axes(view.sizes, _list_axes(layout))
     for dim, size in enumerate(shard):
         for axis in unused_axes:
             if size % view.sizes[axis] == 0:
@@ -315,7 +317,7 @@ def _list_exchange_layouts(layout: DimAxes, target: DimAxes) -> Iterator[DimAxes
             for dim in open_dims:
                 yield _add_axis(tuple(staying), dim, moving_axes[0])
         elif moving_axes:
-            destinations = {target_dims.get(axis) for axis in moving_axes}
+            destinations = set(map(target_dims.get, moving_axes))
             if destinations <= set(open_dims):
                 arriving = _keep_axes(target, moving_axes)
                 yield tuple(map(operator.add, staying, arriving))
@@ -327,8 +329,7 @@ def _find_permutes(view: View, layout: DimAxes) -> Iterator[MoveStep]:
     homes = []
     for axes, count in zip(view.target, counts, strict=True):
         homes.append(_find_home(axes, count, used_axes, view.sizes))
-    axes_at_home = _list_axes(homes)
-    free_axes = tuple(axis for axis in used_axes if axis not in axes_at_home)
+    free_axes = _exclude_axes(used_axes, _list_axes(homes))
     for after in _arrange(free_axes, homes, counts, view.sizes):
         if after != layout:
             yield MoveStep("ppermute", layout, after, view.count_elements(layout))
@@ -352,7 +353,7 @@ def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Si
     if not homes[0]:
         choices = _fill_dim(axes, counts[0], sizes)
     for dim_axes in choices:
-        remaining = tuple(axis for axis in axes if axis not in dim_axes)
+        remaining = _exclude_axes(axes, dim_axes)
         for later_dims in _arrange(remaining, homes[1:], counts[1:], sizes):
             yield (dim_axes, *later_dims)
 
@@ -362,9 +363,9 @@ def _fill_dim(axes: Axes, count: int, sizes: Sizes) -> Iterator[Axes]:
     if count == 1:
         yield ()
         return
-    for position, axis in enumerate(axes):
+    for axis in axes:
         if count % sizes[axis] == 0:
-            remaining = axes[:position] + axes[position + 1 :]
+            remaining = _exclude_axes(axes, (axis,))
             for minor_axes in _fill_dim(remaining, count // sizes[axis], sizes):
                 yield (axis, *minor_axes)
 
@@ -418,6 +419,10 @@ def find_permutation(step: MoveStep, sizes: Sizes) -> tuple[Axes, list[tuple[int
 def _list_axes(split: Iterable[Axes]) -> list[str]:
     """The axes of all dims."""
     return list(itertools.chain(*split))
+
+
+def _exclude_axes(axes: Iterable[str], others: Container[str]) -> Axes:
+    return tuple(axis for axis in axes if axis not in others)
 
 
 def _replace_dim(split: DimAxes, dim: int, axes: Axes) -> DimAxes:

@@ -21,6 +21,7 @@ from jax import lax
 
 from shardkit._arguments.checks import name_axes
 from shardkit._jax import compat
+from shardkit.collectives._parts import join_parts, stack_parts
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, varies, vary
 from shardkit.collectives.permute import permute
@@ -56,17 +57,13 @@ def all_gather(
     if replicated and compat.tracked_axes().issuperset(names):
         kernel = _all_gather_replicated
     pieces = kernel(vary(piece, names), names, table)
-    shape = list(piece.shape)
-    shape[dim] *= table.devices
-    return jnp.moveaxis(pieces, 0, dim).reshape(shape)
+    return join_parts(pieces, dim)
 
 
 def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:
     """Sums one array over the devices, and scatters the sum along `dim`."""
-    # Of 4 devices and dim 1, [3, 8, 5] becomes [3, 4, 2, 5] and then [4, 3, 2, 5]: for each device its piece.
-    n = table.devices
-    pieces = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return _reduce_scatter(jnp.moveaxis(vary(pieces, names), dim, 0), names, table)
+    pieces = stack_parts(vary(x, names), dim, table.devices)
+    return _reduce_scatter(pieces, names, table)
 
 
 def all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
