@@ -212,7 +212,7 @@ def _find_forms_between(
 ) -> Iterator[_Form]:
     """Forms in which these dims are whole: the axes of each are gathered, or split another dim instead.
 
-    Worked example: 6x4 from P("data") to P("model"), both of 4 devices, padded to 8 rows in one and to 12 in the other.
+    Worked example: 6x4 from P("data") of 4 devices to P("model") of 5, padded to 8 rows in one and to 10 in the other.
     Dim 0 must be joined. Its axis "data" may be gathered, P(), or split dim 1 instead, P(None, "data"): 6x1 on each
     device.
     """
@@ -240,6 +240,7 @@ def _count_sent(legs: Sequence[Leg]) -> int:
 
 
 def _make_leg(before: _Form, after: _Form, mesh: Any) -> Leg:
+    # With the padding of both: each dim is padded alike in both forms, or split in one of them alone.
     shape = tuple(map(max, before.shape, after.shape))
     axes = tuple(mesh.shape.items())
     route = find_redistribution(shape, before.layout, after.layout, axes)

@@ -346,6 +346,8 @@ def _find_home(axes: Axes, count: int, used_axes: Sequence[str], sizes: Sizes) -
 
 def _arrange(axes: Axes, homes: Sequence[Axes], counts: Sequence[int], sizes: Sizes) -> Iterator[DimAxes]:
     """The layouts in which each dim has its axes of `homes`, or is split into its count of parts by free `axes`."""
+    # Of two dims in 2 parts each, free axes x and y of 2 devices, and no homes: ((x,), (y,)) and ((y,), (x,)). If x is
+    # at home on dim 0, only y is free: ((x,), (y,)).
     if not counts:
         yield ()
         return

@@ -54,20 +54,20 @@ def count_parts(axes: Sequence[str], sizes: Sizes) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def divides(shape: Sequence[int], split: Sequence[Sequence[str]], sizes: Sizes) -> bool:
+def divides(shape: Sequence[int], dim_axes: Sequence[Sequence[str]], sizes: Sizes) -> bool:
     """Whether each dim divides into the parts of its axes."""
-    for size, axes in zip(shape, split, strict=True):
+    for size, axes in zip(shape, dim_axes, strict=True):
         if size % count_parts(axes, sizes):
             return False
     return True
 
 
-def divide_shape(shape: Shape, split: DimAxes, sizes: Sizes) -> Shape:
+def divide_shape(shape: Shape, layout: DimAxes, sizes: Sizes) -> Shape:
     """The shape of a shard."""
-    local_sizes = []
-    for size, axes in zip(shape, split, strict=True):
-        local_sizes.append(size // count_parts(axes, sizes))
-    return tuple(local_sizes)
+    shard_shape = []
+    for size, axes in zip(shape, layout, strict=True):
+        shard_shape.append(size // count_parts(axes, sizes))
+    return tuple(shard_shape)
 
 
 def find_joint_index(axes: Axes, device: Mapping[str, int], sizes: Sizes) -> int:
@@ -104,6 +104,7 @@ def refine_axes(source: DimAxes, target: DimAxes, parts: Parts) -> Parts:
     Of a dim that x=2 splits in the source, and y=4 in the target: x ends after 2, inside y. So y has the parts (2, 2).
     Its major part splits the dim as x does, and may trade places with it by a ppermute of whole shards.
     """
+    # An axis that is cut in one dim may end a part inside an axis of another dim, so all dims are asked again.
     while True:
         finer_parts = parts
         for source_axes, target_axes in zip(source, target, strict=True):
@@ -158,23 +159,25 @@ def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Parts, cuts
             view_source.append(_select_parts(source_spans, start, end, parts))
             view_target.append(_select_parts(target_spans, start, end, parts))
     sizes: dict[str, int] = {}
-    several_parts = {}
+    parts_by_axis = {}
     for axis, part_sizes in parts.items():
         sizes.update(zip(name_parts(axis, parts), part_sizes, strict=True))
         if len(part_sizes) > 1:
-            several_parts[axis] = part_sizes
+            parts_by_axis[axis] = part_sizes
     return View(
         shape=tuple(view_shape),
         dims=tuple(dims),
         source=tuple(view_source),
         target=tuple(view_target),
         sizes=sizes,
-        parts=several_parts,
+        parts=parts_by_axis,
     )
 
 
 def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
     """Into how many a dim is split where both layouts end a part of it, or have ended, in rising order."""
+    # Worked example: 12 rows over x=2 and y=3, from (x, y) to (x,). The source ends parts at 2 and 6, the target at 2.
+    # Both end one at 2. At 6 the target has ended, and 2 divides 6: the cuts are 1, 2 and 6.
     source_ends = [1, *_find_ends(source_spans)]
     target_ends = [1, *_find_ends(target_spans)]
     cuts = []
