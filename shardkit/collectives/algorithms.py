@@ -389,7 +389,7 @@ def compressed(
     name = _describe_compression(dtype_name, fast_axes, inner_name, feedback)
     options: dict[str, Any] = {"dtype": dtype, "block": block}
 
-    def zero_residual(x: Any) -> Any:
+    def make_residual(x: Any) -> Any:
         # A step adds the residual of the last one to the gradient before it gets here, in float32.
         if not feedback:
             return None
@@ -404,7 +404,7 @@ def compressed(
 
     def reduce_scatter(x: Any, axes: tuple[str, ...], *, dim: int) -> Any:
         fast, slow = _separate_levels(axes, fast_axes)
-        residual = zero_residual(x)
+        residual = make_residual(x)
         if not fast or not slow:
             results = quantized.reduce_scatter(x, axes, residual, dim=dim, **options)
         else:
@@ -414,7 +414,7 @@ def compressed(
         return keep_residual(results)
 
     def all_reduce(leaves: Any, axes: tuple[str, ...]) -> Any:
-        residual = zero_residual(leaves)
+        residual = make_residual(leaves)
         results = quantized.all_reduce(leaves, axes, residual, compress_result=compress_result, **options)
         return keep_residual(results)
 
