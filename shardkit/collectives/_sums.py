@@ -20,7 +20,9 @@ DOT = "shardkit.dot"
 
 def wide(dtype: Any) -> Any:
     """The dtype in which values of `dtype` are summed: float32 or wider."""
-    return jnp.dtype(dtype) if jnp.finfo(dtype).bits > 32 else jnp.dtype(jnp.float32)
+    if jnp.finfo(dtype).bits > 32:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32)
 
 
 def dot_dtype(*operands: Any) -> Any:

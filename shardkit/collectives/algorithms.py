@@ -7,7 +7,7 @@ Write your own as `Algorithm(name, all_reduce=..., ...)`, with functions that ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -76,21 +76,32 @@ class Algorithm(NamedTuple):
             self.fits(where, axes)
 
 
-def _plain_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+def _count_plain_bytes(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
     traffic = wire(kernel, sum(elements) * itemsize, math.prod(ways.values()))
     return {tuple(ways): traffic.sent}
 
 
-def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+def _count_padded_bytes(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
     """The bytes of a ring: of plain collectives, with each array of an all_reduce padded to a multiple of n."""
     if kernel == "all_reduce":
-        n = math.prod(ways.values())
-        elements = [_round_up(size, n) for size in elements]
-    return _plain_cost(kernel, elements, itemsize, ways)
+        elements = _pad_sizes(elements, math.prod(ways.values()))
+    return _count_plain_bytes(kernel, elements, itemsize, ways)
+
+
+def _pad_sizes(sizes: Sequence[int], multiple: int) -> list[int]:
+    return [_round_up(size, multiple) for size in sizes]
+
+
+def _divide_sizes(sizes: Sequence[int], parts: int) -> list[int]:
+    return [size // parts for size in sizes]
 
 
 def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    return size + -size % multiple
+
+
+def _count_devices(ways: Ways, axes: Iterable[str]) -> int:
+    return math.prod(ways[axis] for axis in axes)
 
 
 # An Algorithm is called at the seam, inside the step's shard_map: all_gather gathers leaves, the others reduce their
@@ -99,7 +110,7 @@ def _round_up(size: int, multiple: int) -> int:
 #
 # A plan gathers only arrays along dims that it has split and checked, so PLAIN calls `gather_array`, which checks no
 # arguments.
-PLAIN = Algorithm("plain", basic.gather_array, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
+PLAIN = Algorithm("plain", basic.gather_array, basic.reduce_scatter, basic.all_reduce, cost=_count_plain_bytes)
 """The collectives of jax: what a strategy uses where none is named."""
 
 
@@ -120,12 +131,15 @@ def ring(*, bidirectional: bool = False) -> Algorithm:
         >>> print(plan.strategies[0].reduce)
         ring()
     """
+    name = "ring()"
+    if bidirectional:
+        name = "ring(bidirectional=True)"
     return Algorithm(
-        name="ring(bidirectional=True)" if bidirectional else "ring()",
+        name,
         all_gather=partial(rings.all_gather, bidirectional=bidirectional),
         reduce_scatter=partial(rings.reduce_scatter, bidirectional=bidirectional),
         all_reduce=partial(rings.all_reduce, bidirectional=bidirectional, replicated=True),
-        cost=_padded_cost,
+        cost=_count_padded_bytes,
     )
 
 
@@ -159,7 +173,7 @@ def hierarchical(inner: Axis) -> Algorithm:
         two_level_kernel = getattr(two_level, kind)
 
         def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
-            fast, slow = _split_levels(axes, fast_axes)
+            fast, slow = _separate_levels(axes, fast_axes)
             if not fast or not slow:  # the mesh has one device along all axes of a level
                 return one_level_kernel(x, axes, **options)
             return two_level_kernel(x, fast, slow, **options)
@@ -172,12 +186,16 @@ def hierarchical(inner: Axis) -> Algorithm:
         reduce_scatter=make_kernel("reduce_scatter"),
         all_reduce=make_kernel("all_reduce"),
         fits=partial(_check_ends_in, name, fast_axes),
-        cost=partial(_two_level_cost, fast_axes),
+        cost=partial(_count_two_level_bytes, fast_axes),
     )
 
 
-def _two_level_cost(
-    fast_axes: tuple[str, ...], kernel: str, elements: Sequence[int], itemsize: int, ways: Ways
+def _count_two_level_bytes(
+    fast_axes: tuple[str, ...],
+    kernel: str,
+    elements: Sequence[int],
+    itemsize: int,
+    ways: Ways,
 ) -> Sent:
     """The bytes of a collective in two levels: over the slow axes, and over the fast axes.
 
@@ -188,20 +206,22 @@ def _two_level_cost(
         all_gather       "node"   a shard of 800 elements goes to 1 other machine: 3200 bytes
                          "gpu"    the shards of both machines go to 3 other devices: 3 * 6400 = 19200 bytes
     """
-    fast, slow = _split_levels(tuple(ways), fast_axes)
+    fast, slow = _separate_levels(tuple(ways), fast_axes)
     if not fast or not slow:
-        return _plain_cost(kernel, elements, itemsize, ways)
-    inside = {axis: ways[axis] for axis in fast}
-    outside = {axis: ways[axis] for axis in slow}
+        return _count_plain_bytes(kernel, elements, itemsize, ways)
+    fast_ways = {axis: ways[axis] for axis in fast}
+    slow_ways = {axis: ways[axis] for axis in slow}
     if kernel == "all_gather":  # over the slow links first; then the fast links carry the shards of all machines
-        machines = math.prod(outside.values())
+        machines = _count_devices(ways, slow)
         columns = [size * machines for size in elements]
-        return _plain_cost(kernel, elements, itemsize, outside) | _plain_cost(kernel, columns, itemsize, inside)
-    devices = math.prod(inside.values())
+        slow_bytes = _count_plain_bytes(kernel, elements, itemsize, slow_ways)
+        return slow_bytes | _count_plain_bytes(kernel, columns, itemsize, fast_ways)
+    devices = _count_devices(ways, fast)  # of one machine
     if kernel == "all_reduce":
-        elements = [_round_up(size, devices) for size in elements]
-    shards = [size // devices for size in elements]
-    return _plain_cost(kernel, elements, itemsize, inside) | _plain_cost(kernel, shards, itemsize, outside)
+        elements = _pad_sizes(elements, devices)
+    shards = _divide_sizes(elements, devices)
+    fast_bytes = _count_plain_bytes(kernel, elements, itemsize, fast_ways)
+    return fast_bytes | _count_plain_bytes(kernel, shards, itemsize, slow_ways)
 
 
 @typed
@@ -233,37 +253,36 @@ def table(build: Callable[[Op, int], SendTable], *, name: str = "own") -> Algori
         kernel = getattr(basic, kind)
 
         def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
-            built = build_once(kind, axis_size(axes))
-            if not isinstance(built, SendTable):
+            send_table = build_once(kind, axis_size(axes))
+            if not isinstance(send_table, SendTable):
                 raise TypeError(
-                    f"table: build must return a SendTable; got {built!r} for {kind!r} over {axis_size(axes)} devices. "
-                    "Return for example sk.tables.bruck(op, devices)."
+                    f"table: build must return a SendTable; got {send_table!r} for {kind!r} over {axis_size(axes)} "
+                    "devices. Return for example sk.tables.bruck(op, devices)."
                 )
-            return kernel(x, axes, table=built, **options)
+            return kernel(x, axes, table=send_table, **options)
 
         return run
 
-    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+    def count_bytes(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
         n = math.prod(ways.values())
-        built = build_once(cast(Op, kernel), n)
-        # The table's chunks are pieces of a shard, or of the array for an all_reduce.
-        shards = 1 if kernel == "all_reduce" else n
-        chunks = built.chunks // shards
-        operand_bytes = 0
-        for size in elements:
-            if kernel == "all_gather":  # its operand is a shard already
-                padded = _round_up(size, chunks)
-            else:
-                padded = _round_up(size // shards, chunks) * shards
-            operand_bytes += padded * itemsize
-        return {tuple(ways): built.traffic(operand_bytes).sent}
+        send_table = build_once(cast(Op, kernel), n)
+        # The table's chunks are pieces of a shard, or of the array for an all_reduce; each shard is padded to them.
+        if kernel == "all_reduce":
+            operand = _pad_sizes(elements, send_table.chunks)
+        elif kernel == "all_gather":  # its operand is a shard already
+            operand = _pad_sizes(elements, send_table.chunks // n)
+        else:
+            shards = _divide_sizes(elements, n)
+            operand = [n * size for size in _pad_sizes(shards, send_table.chunks // n)]
+        traffic = send_table.traffic(sum(operand) * itemsize)
+        return {tuple(ways): traffic.sent}
 
     return Algorithm(
         f"table({name})",
         all_gather=make_kernel("all_gather"),
         reduce_scatter=make_kernel("reduce_scatter"),
         all_reduce=make_kernel("all_reduce"),
-        cost=cost,
+        cost=count_bytes,
     )
 
 
@@ -292,18 +311,19 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -
     at_least("bucket", 0, scatter_from=scatter_from)
     reduce = partial(bucketed.all_reduce_tree, bucket_bytes=bucket_bytes, scatter_from=scatter_from)
 
-    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+    def count_bytes(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
         # The buckets are filled as all_reduce_tree fills them. A large one is scattered, and padded for that.
         n = math.prod(ways.values())
-        sizes = [size * itemsize for size in elements]
+        leaf_bytes = [size * itemsize for size in elements]
         sent_bytes = []
-        for bucket in bucketed.fill_buckets(sizes, bucket_bytes):
-            total = sum(bucket)
-            is_scattered = total >= scatter_from
-            sent_bytes.append(_round_up(total, n * itemsize) if is_scattered else total)
-        return _plain_cost(kernel, sent_bytes, 1, ways)
+        for sizes in bucketed.fill_buckets(leaf_bytes, bucket_bytes):
+            total = sum(sizes)
+            if total >= scatter_from:
+                total = _round_up(total, n * itemsize)
+            sent_bytes.append(total)
+        return _count_plain_bytes(kernel, sent_bytes, 1, ways)
 
-    return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce, cost=cost)
+    return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce, cost=count_bytes)
 
 
 @typed
@@ -363,69 +383,85 @@ def compressed(
                 "Pass inner=, the axis of the fast links, or leave out inner_dtype."
             )
     at_least("compressed", 1, block=block)
-    fast_axes = () if inner is None else axis_names("compressed", inner)
+    fast_axes: tuple[str, ...] = ()
+    if inner is not None:
+        fast_axes = axis_names("compressed", inner)
     name = _describe_compression(dtype_name, fast_axes, inner_name, feedback)
     options: dict[str, Any] = {"dtype": dtype, "block": block}
 
-    def zero_residual(x: Any) -> Any:
+    def make_residual(x: Any) -> Any:
         # A step adds the residual of the last one to the gradient before it gets here, in float32.
         if not feedback:
             return None
         return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)
 
+    def keep_residual(results: tuple[Any, Any]) -> Any:
+        """The sums and the new residual; without feedback the sums alone."""
+        if feedback:
+            return results
+        sums, _ = results
+        return sums
+
     def reduce_scatter(x: Any, axes: tuple[str, ...], *, dim: int) -> Any:
-        fast, slow = _split_levels(axes, fast_axes)
-        residual = zero_residual(x)
+        fast, slow = _separate_levels(axes, fast_axes)
+        residual = make_residual(x)
         if not fast or not slow:
-            sums, remainder = quantized.reduce_scatter(x, axes, residual, dim=dim, **options)
+            results = quantized.reduce_scatter(x, axes, residual, dim=dim, **options)
         else:
-            sums, remainder = quantized.reduce_scatter_two_level(
+            results = quantized.reduce_scatter_two_level(
                 x, fast, slow, residual, dim=dim, inner_dtype=inner_dtype, **options
             )
-        return (sums, remainder) if feedback else sums
+        return keep_residual(results)
 
     def all_reduce(leaves: Any, axes: tuple[str, ...]) -> Any:
-        residual = zero_residual(leaves)
-        sums, remainder = quantized.all_reduce(leaves, axes, residual, compress_result=compress_result, **options)
-        return (sums, remainder) if feedback else sums
+        residual = make_residual(leaves)
+        results = quantized.all_reduce(leaves, axes, residual, compress_result=compress_result, **options)
+        return keep_residual(results)
 
-    def count_bytes(sizes: Sequence[int], sent_dtype: str | None) -> int:
-        """The bytes of messages of these many elements; without a dtype in float32."""
-        if sent_dtype is None:
+    def count_message_bytes(sizes: Sequence[int], wire_dtype: str | None) -> int:
+        """The bytes that go to one device, for arrays of these many elements; without a dtype in float32."""
+        if wire_dtype is None:
             return 4 * sum(sizes)
-        return sum(quantized_bytes(size, sent_dtype, block=block) for size in sizes)
+        return sum(quantized_bytes(size, wire_dtype, block=block) for size in sizes)
 
-    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+    def count_bytes(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
         n = math.prod(ways.values())
         axes = tuple(ways)
         if kernel == "all_gather":
-            return {axes: Fraction((n - 1) * count_bytes(elements, dtype_name))}
+            return {axes: Fraction((n - 1) * count_message_bytes(elements, dtype_name))}
         if kernel == "all_reduce":
-            parts = [_round_up(size, n) // n for size in elements]
-            addends = count_bytes(parts, dtype_name)
-            sums = addends if compress_result else sum(parts) * itemsize
-            return {axes: Fraction((n - 1) * (addends + sums))}
-        parts = [size // n for size in elements]
-        fast, slow = _split_levels(axes, fast_axes)
+            shards = _divide_sizes(_pad_sizes(elements, n), n)
+            addend_bytes = count_message_bytes(shards, dtype_name)
+            sum_bytes = sum(shards) * itemsize
+            if compress_result:
+                sum_bytes = addend_bytes
+            return {axes: Fraction((n - 1) * (addend_bytes + sum_bytes))}
+        shards = _divide_sizes(elements, n)
+        fast, slow = _separate_levels(axes, fast_axes)
         if not fast or not slow:
-            return {axes: Fraction((n - 1) * count_bytes(parts, dtype_name))}
+            return {axes: Fraction((n - 1) * count_message_bytes(shards, dtype_name))}
         # Inside a machine each device sums 1/devices of the elements; over the slow links it sends 1/n of them.
-        devices = math.prod(ways[axis] for axis in fast)
-        machines = math.prod(ways[axis] for axis in slow)
-        inner_parts = [size // devices for size in elements]
-        return {
-            fast: Fraction((devices - 1) * count_bytes(inner_parts, inner_name)),
-            slow: Fraction((machines - 1) * count_bytes(parts, dtype_name)),
-        }
+        devices = _count_devices(ways, fast)
+        machines = _count_devices(ways, slow)
+        inner_shards = _divide_sizes(elements, devices)
+        fast_bytes = (devices - 1) * count_message_bytes(inner_shards, inner_name)
+        slow_bytes = (machines - 1) * count_message_bytes(shards, dtype_name)
+        return {fast: Fraction(fast_bytes), slow: Fraction(slow_bytes)}
 
+    # What a gather leaves out of a weight is no part of a sum, to which the next step could add it.
+    all_gather = None
+    if not feedback:
+        all_gather = partial(quantized.all_gather, **options)
+    fits = None
+    if fast_axes:
+        fits = partial(_check_ends_in, name, fast_axes)
     return Algorithm(
         name,
-        # What a gather leaves out of a weight is no part of a sum, to which the next step could add it.
-        all_gather=None if feedback else partial(quantized.all_gather, **options),
+        all_gather=all_gather,
         reduce_scatter=reduce_scatter,
         all_reduce=all_reduce,
-        fits=partial(_check_ends_in, name, fast_axes) if fast_axes else None,
-        cost=cost,
+        fits=fits,
+        cost=count_bytes,
         feedback=feedback,
     )
 
@@ -438,10 +474,12 @@ def _describe_compression(dtype: str, fast_axes: tuple[str, ...], inner_dtype: s
     if inner_dtype is not None:
         inner += f" in {inner_dtype}"
     description = f"compressed({dtype}{inner})"
-    return f"{description} with feedback" if feedback else description
+    if feedback:
+        description += " with feedback"
+    return description
 
 
-def _split_levels(axes: tuple[str, ...], fast_axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _separate_levels(axes: tuple[str, ...], fast_axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of fast links, and the axes of slow links; an axis of one device may be missing in `axes`."""
     fast = tuple(axis for axis in axes if axis in fast_axes)
     slow = tuple(axis for axis in axes if axis not in fast_axes)

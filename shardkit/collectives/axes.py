@@ -81,7 +81,9 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
         # Only what is missing: jax refuses to cast to an axis over which a value varies already.
         varying = compat.varying_axes(leaf)
         missing = tuple(name for name in names if name not in varying)
-        return compat.cast_varying(leaf, missing) if missing else leaf
+        if not missing:
+            return leaf
+        return compat.cast_varying(leaf, missing)
 
     return jax.tree.map(cast_leaf, tree)
 
@@ -133,4 +135,6 @@ def as_numbers(x: Any) -> jax.Array:
             f"sum: devices can add numbers only; got {x.aval.str_short()}. Fold keys with sk.fold_axis, or sum the "
             "numbers that you draw from them."
         )
-    return x.astype(jnp.int32) if x.dtype == bool else x
+    if x.dtype == bool:
+        return x.astype(jnp.int32)
+    return x

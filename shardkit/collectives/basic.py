@@ -60,7 +60,12 @@ _Names = tuple[str, ...]
 
 @typed
 def all_reduce(
-    x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False, table: SendTable | None = None
+    x: Arrays,
+    axis: Axis,
+    *,
+    op: Op = "sum",
+    deterministic: bool = False,
+    table: SendTable | None = None,
 ) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
@@ -125,7 +130,9 @@ def all_reduce(
             addends = axis_size(names) * leaf.shape[0]
         else:
             return reduce_array(leaf, names, op=op)
-        return total / addends if op == "mean" else total
+        if op == "mean":
+            total = total / addends
+        return total
 
     return jax.tree.map(reduce_leaf, x)
 
@@ -133,14 +140,16 @@ def all_reduce(
 def reduce_array(x: jax.Array, names: _Names, *, op: str = "sum") -> jax.Array:
     """`all_reduce` of one array by "sum" or "mean", for kernels whose arguments are checked already."""
     addend = vary(x, names)
-    return lax.pmean(addend, names) if op == "mean" else lax.psum(addend, names)
+    if op == "mean":
+        return lax.pmean(addend, names)
+    return lax.psum(addend, names)
 
 
 def _reduce_booleans(x: jax.Array, names: _Names, op: str) -> jax.Array:
     if x.dtype != bool:
         raise TypeError(f"all_reduce: op {op!r} needs booleans; got {x.dtype}. Compare first, as in x != 0.")
     # One byte for each boolean; a sum would send four.
-    return lax.pmax(x, names) if op == "any" else lax.pmin(x, names)
+    return _find_extremum(x, names, "max" if op == "any" else "min")
 
 
 def _reduce_ordered(x: jax.Array, names: _Names, op: str) -> jax.Array:
@@ -148,13 +157,20 @@ def _reduce_ordered(x: jax.Array, names: _Names, op: str) -> jax.Array:
         raise TypeError(f"all_reduce: op {op!r} needs an order; got {x.dtype}. Pass parts, or jnp.abs(x).")
     if jnp.issubdtype(x.dtype, jnp.floating):
         return _differentiable_extremum(x, names, op)
-    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+    return _find_extremum(x, names, op)
+
+
+def _find_extremum(x: jax.Array, names: _Names, op: str) -> jax.Array:
+    """The elementwise "max" or "min" over the devices."""
+    if op == "max":
+        return lax.pmax(x, names)
+    return lax.pmin(x, names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _differentiable_extremum(x: jax.Array, names: _Names, op: str) -> jax.Array:
     """The elementwise "max" or "min"; its derivative is split equally among the devices that attain it."""
-    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+    return _find_extremum(x, names, op)
 
 
 @_differentiable_extremum.defjvp
@@ -171,7 +187,14 @@ def _differentiate_extremum(names: _Names, op: str, primals: Any, tangents: Any)
 
 
 @typed
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False, table: SendTable | None = None) -> Any:
+def all_gather(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    replicated: bool = False,
+    table: SendTable | None = None,
+) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`; every device gets the whole array.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -216,8 +239,11 @@ def gather_array(x: jax.Array, names: _Names, dim: int, *, replicated: bool = Fa
     if shard.shape[dim] == 0:  # jax refuses to gather empty arrays
         return jnp.zeros(shard.shape, shard.dtype) if replicated else shard
     squeezed, squeezed_dim = _drop_unit_dims(shard, dim)
-    # Under vmap jax gathers over one axis at a time, the minor axis first: that makes the major one the slowest.
-    calls: list[Any] = [names] if compat.tracked_axes() & set(names) else list(reversed(names))
+    calls: list[Any] = [names]
+    if not compat.tracked_axes() & set(names):
+        # Axes of a vmap: jax gathers over one of them at a time. The minor axis first: that makes the major one the
+        # slowest.
+        calls = list(reversed(names))
     for axes in calls:
         if replicated:
             squeezed = compat.all_gather_replicated(squeezed, axes, squeezed_dim)
@@ -230,7 +256,12 @@ def gather_array(x: jax.Array, names: _Names, dim: int, *, replicated: bool = Fa
 
 @typed
 def reduce_scatter(
-    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", table: SendTable | None = None
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+    table: SendTable | None = None,
 ) -> Any:
     """Reduces each leaf over the devices of `axis`; each device gets its shard of the result along `dim`.
 
@@ -266,10 +297,12 @@ def reduce_scatter(
         split_dim = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
         if table is not None:
-            shard = execute.reduce_scatter(vary(as_numbers(leaf), names), names, split_dim, table)
+            shard = execute.reduce_scatter(as_numbers(leaf), names, split_dim, table)
         else:
             shard = scatter_array(leaf, names, split_dim)
-        return shard / count if op == "mean" else shard
+        if op == "mean":
+            shard = shard / count
+        return shard
 
     return jax.tree.map(scatter_leaf, x)
 
@@ -280,7 +313,9 @@ def scatter_array(x: jax.Array, names: _Names, dim: int, *, op: str = "sum") -> 
     shard = addend
     if addend.shape[dim]:  # jax refuses to scatter empty arrays
         shard = _scatter_addend(addend, names, dim)
-    return shard / axis_size(names) if op == "mean" else shard
+    if op == "mean":
+        shard = shard / axis_size(names)
+    return shard
 
 
 def _scatter_addend(x: jax.Array, names: _Names, dim: int) -> jax.Array:

@@ -68,8 +68,9 @@ def all_reduce_tree(
     def reduce_bucket(bucket: jax.Array) -> jax.Array:
         if _count_bytes(bucket) < scatter_from:
             return reduce_array(bucket, names, op=op)
-        shards = scatter_array(split_flat(bucket, count), names, 0, op=op)
-        return join_flat(gather_array(shards, names, 0, replicated=True), bucket.shape)
+        shard = scatter_array(split_flat(bucket, count), names, 0, op=op)
+        shards = gather_array(shard, names, 0, replicated=True)
+        return join_flat(shards, bucket.shape)
 
     # The gradients of a layer's gain and bias are a few KiB each. Sent in one message with the gradients of other
     # layers, they wait once for a link instead of once each. Copying small leaves into the message and out of it costs
@@ -82,12 +83,14 @@ def all_reduce_tree(
             [member] = members
             sums[member] = reduce_bucket(leaves[member])
             continue
-        bucket = reduce_bucket(jnp.concatenate([leaves[member].ravel() for member in members]))
+        flat_leaves = [leaves[member].ravel() for member in members]
+        bucket_sum = reduce_bucket(jnp.concatenate(flat_leaves))
         start = 0
         for member in members:
             leaf = leaves[member]
-            sums[member] = bucket[start : start + leaf.size].reshape(leaf.shape)
-            start += leaf.size
+            end = start + leaf.size
+            sums[member] = bucket_sum[start:end].reshape(leaf.shape)
+            start = end
     return jax.tree.unflatten(structure, sums)
 
 

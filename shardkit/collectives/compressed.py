@@ -25,6 +25,7 @@ from shardkit._arguments.checks import Axis, at_least, dim_of, divides
 from shardkit._arguments.typed import Arrays, DType, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import basic, hierarchical
+from shardkit.collectives._parts import join_parts, stack_parts
 from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.collectives.quantization import check_dtype, decode, encode
 
@@ -36,7 +37,15 @@ _Pair = tuple[jax.Array, Any]  # a result and the new residual
 
 
 @partial(typed, where="compressed.all_gather")
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int = 256, replicated: bool = False) -> Any:
+def all_gather(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    dtype: DType,
+    block: int = 256,
+    replicated: bool = False,
+) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`, and sends them in a small dtype.
 
     Every device restores the same values from the same bytes, also for the shard that it sent.
@@ -77,7 +86,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
 
         def compress(wide: jax.Array) -> _Pair:
             shards = _gather_quantized(wide, names, wire_dtype, block, replicated)
-            return _join_chunks(shards, gathered_dim), None
+            return join_parts(shards, gathered_dim), None
 
         exact = partial(basic.all_gather, axis=names, dim=gathered_dim, replicated=replicated)
         result, _ = _straight_through(exact, compress, vary(leaf, names), None)
@@ -88,7 +97,13 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
 
 @partial(typed, where="compressed.reduce_scatter")
 def reduce_scatter(
-    x: Arrays, axis: Axis, residual: Arrays | None = None, *, dim: int = 0, dtype: DType, block: int = 256
+    x: Arrays,
+    axis: Axis,
+    residual: Arrays | None = None,
+    *,
+    dim: int = 0,
+    dtype: DType,
+    block: int = 256,
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, and sends it in a small dtype; each device gets its shard along `dim`.
 
@@ -131,9 +146,9 @@ def reduce_scatter(
         divides(where, split_dim, leaf.shape[split_dim], names, count)
 
         def compress(wide: jax.Array) -> _Pair:
-            chunks = _split_chunks(wide, split_dim, count)
+            chunks = stack_parts(wide, split_dim, count)
             total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
-            return total, _join_chunks(remainder, split_dim)
+            return total, join_parts(remainder, split_dim)
 
         exact = partial(basic.reduce_scatter, axis=names, dim=split_dim)
         return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
@@ -195,7 +210,9 @@ def reduce_scatter_two_level(
     slow = bound(where, outer)
     names = bound(where, (*slow, *fast))  # refuses an axis that is in both
     outer_wire_dtype = check_dtype(where, "dtype", dtype)
-    inner_wire_dtype = None if inner_dtype is None else check_dtype(where, "inner_dtype", inner_dtype)
+    inner_wire_dtype = None
+    if inner_dtype is not None:
+        inner_wire_dtype = check_dtype(where, "inner_dtype", inner_dtype)
     _check_leaves(where, "hierarchical.reduce_scatter", x, block)
     devices = axis_size(fast)  # of one machine
     machines = axis_size(slow)
@@ -209,8 +226,9 @@ def reduce_scatter_two_level(
         # device 1 of machine 1. The two machines' sums differ. They are quantized and exchanged over the slow links:
         # machine 0 gets both sums of chunk 1, machine 1 both sums of chunk 5, and each adds them.
         def compress(wide: jax.Array) -> _Pair:
-            chunks = _split_chunks(wide, split_dim, machines * devices)
-            by_device = chunks.reshape(machines, devices, *chunks.shape[1:]).swapaxes(0, 1)
+            chunks = stack_parts(wide, split_dim, machines * devices)
+            by_machine = chunks.reshape(machines, devices, *chunks.shape[1:])
+            by_device = by_machine.swapaxes(0, 1)
             if inner_wire_dtype is None:
                 machine_sums = basic.scatter_array(by_device, fast, 0)[0]
                 remainder = jnp.zeros_like(by_device)
@@ -221,7 +239,7 @@ def reduce_scatter_two_level(
             # it; if all devices of the machine kept it, the next step would add it I times.
             remainder = _add_to_own_chunk(remainder, outer_remainder, fast)
             remainder = remainder.swapaxes(0, 1).reshape(chunks.shape)
-            return total, _join_chunks(remainder, split_dim)
+            return total, join_parts(remainder, split_dim)
 
         exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=split_dim)
         return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
@@ -279,7 +297,7 @@ def all_reduce(
 
     def reduce_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
         def compress(wide: jax.Array) -> _Pair:
-            chunks, restore = _split_any_chunks(wide, count)
+            chunks, restore = _make_chunks(wide, count)
             total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
             if compress_result:
                 totals = _gather_quantized(total, names, wire_dtype, block, replicated=True)
@@ -289,7 +307,8 @@ def all_reduce(
                 remainder = _add_to_own_chunk(remainder, rounding, names)
             else:
                 # Cast before it is sent: a bfloat16 leaf is gathered in bfloat16, and not in the float32 of its sum.
-                totals = basic.gather_array(total.astype(leaf.dtype)[None], names, 0, replicated=True)
+                total = total.astype(leaf.dtype)
+                totals = basic.gather_array(total[None], names, 0, replicated=True)
             return restore(totals), restore(remainder)
 
         exact = partial(basic.all_reduce, axis=names)
@@ -298,11 +317,18 @@ def all_reduce(
     return _map_with_residuals(where, reduce_leaf, x, residual)
 
 
-def _gather_quantized(x: jax.Array, names: _Names, dtype: str, block: int, replicated: bool) -> jax.Array:
+def _gather_quantized(
+    x: jax.Array,
+    names: _Names,
+    dtype: str,
+    block: int,
+    replicated: bool,
+) -> jax.Array:
     """The float32 arrays [...] of all devices as [n, ...], each decoded from its message, this device's own too."""
     # Encoded before the gather and decoded after it: each device sends its shard in the small dtype once, and it is
     # rounded once, not at each hop.
-    messages = basic.all_gather(encode(x[None], dtype, block), names, replicated=replicated)
+    message = encode(x[None], dtype, block)
+    messages = basic.all_gather(message, names, replicated=replicated)
     return decode(messages, x.shape, dtype, block)
 
 
@@ -314,9 +340,11 @@ def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple
     """
     messages = encode(x, dtype, block)
     arrivals = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
-    total = jnp.sum(decode(arrivals, x.shape[1:], dtype, block), axis=0)
+    terms = decode(arrivals, x.shape[1:], dtype, block)
+    total = jnp.sum(terms, axis=0)
     # Decoded from the message, as the receiver does: the residual is what is missing there, in every bit.
-    return total, x - decode(messages, x.shape[1:], dtype, block)
+    remainder = x - decode(messages, x.shape[1:], dtype, block)
+    return total, remainder
 
 
 def _check_leaves(where: str, uncompressed: str, x: Any, block: int) -> None:
@@ -333,29 +361,32 @@ def _map_with_residuals(
 ) -> tuple[Any, Any]:
     """The results of `reduce_leaf` for each leaf and its residual, and the new residuals: None if there are none."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
-    if residual is None:
-        sums = [reduce_leaf(leaf, None)[0] for leaf in leaves]
-        return jax.tree.unflatten(structure, sums), None
-    _check_residual(where, leaves, structure, residual)
+    residuals = [None] * len(leaves)
+    if residual is not None:
+        _check_residual(where, leaves, structure, residual)
+        residuals = jax.tree.leaves(residual)
     sums = []
     remainders = []
-    for leaf, leaf_residual in zip(leaves, jax.tree.leaves(residual), strict=True):
+    for leaf, leaf_residual in zip(leaves, residuals, strict=True):
         total, remainder = reduce_leaf(leaf, leaf_residual)
         sums.append(total)
         remainders.append(remainder)
-    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, remainders)
+    sum_tree = jax.tree.unflatten(structure, sums)
+    if residual is None:
+        return sum_tree, None
+    return sum_tree, jax.tree.unflatten(structure, remainders)
 
 
 def _check_residual(where: str, leaves: list[jax.Array], structure: Any, residual: Any) -> None:
-    residuals = jax.tree.leaves(residual)
-    types = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in residuals]
-    required = [(leaf.shape, jnp.float32) for leaf in leaves]
-    if jax.tree.structure(residual) != structure or types != required:
-        residual_types = [f"{dtype}{list(shape)}" for shape, dtype in types]
-        shapes = [str(list(leaf.shape)) for leaf in leaves]
+    types = []
+    for leaf in jax.tree.leaves(residual):
+        types.append(f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}")
+    shapes = [str(list(leaf.shape)) for leaf in leaves]
+    correct_types = [f"float32{shape}" for shape in shapes]
+    if jax.tree.structure(residual) != structure or types != correct_types:
         raise ValueError(
             f"{where}: residual must be a pytree like x of float32 arrays of the same shapes; "
-            f"got {', '.join(residual_types) or 'none'} for shapes {', '.join(shapes) or 'none'}. Begin with "
+            f"got {', '.join(types) or 'none'} for shapes {', '.join(shapes) or 'none'}. Begin with "
             "zeros: jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)."
         )
 
@@ -381,36 +412,27 @@ def _straight_through(
 @_straight_through.defjvp
 def _differentiate_straight_through(exact: Any, compress: Any, primals: Any, tangents: Any) -> Any:
     # The derivative of a rounding is zero almost everywhere, and would leave a loss without a gradient.
-    result, remainder = _straight_through(exact, compress, *primals)
+    x, residual = primals
     dx, dresidual = tangents
+    result, remainder = _straight_through(exact, compress, x, residual)
     if dresidual is not None:
         dx = dx + dresidual.astype(dx.dtype)
-    return (result, remainder), (exact(dx), jax.tree.map(jnp.zeros_like, remainder))
+    dresult = exact(dx)
+    dremainder = jax.tree.map(jnp.zeros_like, remainder)
+    return (result, remainder), (dresult, dremainder)
 
 
-def _split_chunks(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """`x` split along `dim` into chunks, [count, ...]."""
-    split = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-    return jnp.moveaxis(split, dim, 0)
-
-
-def _join_chunks(chunks: jax.Array, dim: int) -> jax.Array:
-    """Chunks [count, ...] concatenated along their `dim`."""
-    split = jnp.moveaxis(chunks, 0, dim)
-    return split.reshape(*split.shape[:dim], -1, *split.shape[dim + 2 :])
-
-
-def _split_any_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _make_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """`x` in `count` equal chunks, padded if no dim divides; and the inverse for arrays of the same shape."""
     for dim, size in enumerate(x.shape):
         if size % count == 0:  # flattened, it takes the TPU compiler much longer
-            return _split_chunks(x, dim, count), partial(_join_chunks, dim=dim)
-    padded = jnp.pad(x.ravel(), (0, -x.size % count)).reshape(count, -1)
+            return stack_parts(x, dim, count), partial(join_parts, dim=dim)
+    padded = jnp.pad(x.ravel(), (0, -x.size % count))
 
     def restore(chunks: jax.Array) -> jax.Array:
         return chunks.ravel()[: x.size].reshape(x.shape)
 
-    return padded, restore
+    return padded.reshape(count, -1), restore
 
 
 def _add_to_own_chunk(x: jax.Array, y: jax.Array, names: _Names) -> jax.Array:

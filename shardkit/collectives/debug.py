@@ -61,7 +61,9 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
     """
     sizes = compat.bound_axes()
     tracked = compat.tracked_axes()
-    names = tuple(sizes) if axis is None else bound("debug_print", axis)
+    names = tuple(sizes)
+    if axis is not None:
+        names = bound("debug_print", axis)
     gathered_axes = tuple(axis_name for axis_name in sizes if axis_name in names)
     leaves = []
     values = []
@@ -73,24 +75,32 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
             # vmap tracks no axes: over its axes any value may vary.
             if axis_name in varying or axis_name not in tracked:
                 axes[axis_name] = sizes[axis_name]
-        leaves.append(_Leaf(_leaf_name(name, path), f"{leaf.dtype}{list(leaf.shape)}", axes))
+        leaf_type = f"{leaf.dtype}{list(leaf.shape)}"
+        leaves.append(_Leaf(_name_leaf(name, path), leaf_type, axes))
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         values.append(_gather_values(leaf, axes))
     # Every device calls its host, and the first one's call prints. A `cond` would spare the other calls, but jax drops
     # a callback inside a cond inside a scan when it differentiates the scan.
-    is_first = lax.axis_index(gathered_axes) == 0 if gathered_axes else jnp.array(True)
+    is_first = jnp.array(True)
+    if gathered_axes:
+        is_first = lax.axis_index(gathered_axes) == 0
     group = {}
     for axis_name in sizes:
         if axis_name not in gathered_axes:
             group[axis_name] = lax.axis_index(axis_name)
-    jax.debug.callback(partial(_print_values, leaves, gathered_axes), is_first, group, *values)
+    print_values = partial(_print_values, leaves, gathered_axes)
+    jax.debug.callback(print_values, is_first, group, *values)
 
 
-def _leaf_name(name: str, path: Any) -> str:
+def _name_leaf(name: str, path: Any) -> str:
     """`grads.layers.w` for a leaf of "grads"; the names alone where one of them is empty."""
     leaf_path = jax.tree_util.keystr(path, simple=True, separator=".")
-    return ".".join(part for part in (name, leaf_path) if part)
+    if not name:
+        return leaf_path
+    if not leaf_path:
+        return name
+    return f"{name}.{leaf_path}"
 
 
 def _gather_values(x: jax.Array, axes: dict[str, int]) -> jax.Array:
@@ -113,7 +123,9 @@ def _print_values(
             places.append(_format_place(tuple(leaf.axes), index))
         width = len(places[-1])
         for place, shard in zip(places, np.asarray(value), strict=True):
-            margin = f"{place:<{width}}  " if place else ""
+            margin = ""
+            if place:
+                margin = f"{place:<{width}}  "
             indent = " " * len(margin)
             lines.append(margin + str(shard).replace("\n", "\n" + indent))
     print("\n".join(lines), flush=True)  # noqa: T201

@@ -36,28 +36,30 @@ def sum_blocks(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _sum_tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     count = axis_size(names)
-    blocks, shape = x.shape[0], x.shape[1:]
+    blocks = x.shape[0]
+    shape = x.shape[1:]
     size = math.prod(shape)
     if not size:  # jax refuses to gather empty arrays
         return jnp.zeros(shape, x.dtype)
+    addends = x
     if x.dtype.itemsize < 4:
         # Compilers may skip roundings between 16-bit additions, but not between float32 ones.
         finfo = jnp.finfo(x.dtype)
         addends = lax.reduce_precision(x.astype(jnp.float32), finfo.nexp, finfo.nmant)
-    else:
-        addends = x
     addends = addends.reshape(blocks, size)
     if blocks > 1:
         addends = _copy_blocks(addends)
     # 6 blocks a device: runs of 2, each a subtree on every number of devices that have 6 blocks. Device 1 has the
     # blocks 6 to 11 and sums 6+7, 8+9, 10+11; a run of 4 would begin at block 6, which is no multiple of 4.
-    run = blocks & -blocks  # the largest power of two that divides the blocks per device
-    runs = blocks // run
-    partials = sum_pairwise(jnp.moveaxis(addends.reshape(runs, run, size), 1, 0))  # [runs, size]
+    run_length = blocks & -blocks  # the largest power of two that divides the blocks per device
+    runs = blocks // run_length
+    terms = jnp.moveaxis(addends.reshape(runs, run_length, size), 1, 0)
+    run_sums = sum_pairwise(terms)  # [runs, size]
     # Each device adds the runs of all devices for 1/n of the elements, and all gather the results. An all_gather of the
     # runs would do the same, and send n/2 times as much for one run a device.
-    padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(runs, count, -1)
-    piece = sum_pieces(jnp.moveaxis(padded, 1, 0), names)
+    padded = jnp.pad(run_sums, ((0, 0), (0, -size % count)))
+    pieces = jnp.moveaxis(padded.reshape(runs, count, -1), 1, 0)
+    piece = sum_pieces(pieces, names)
     total = compat.all_gather_replicated(piece, names, 0)
     return total[:size].reshape(shape).astype(x.dtype)
 
@@ -84,8 +86,10 @@ def sum_pieces(pieces: jax.Array, names: tuple[str, ...]) -> jax.Array:
 def sum_pairwise(x: jax.Array) -> jax.Array:
     """Sums dim 0 in pairs; an odd last one is passed up: of 5 terms ((0+1) + (2+3)) + 4."""
     while len(x) > 1:
-        pairs = x[0 : len(x) - 1 : 2] + x[1::2]
-        x = jnp.concatenate([pairs, x[-1:]]) if len(x) % 2 else pairs
+        sums = x[0 : len(x) - 1 : 2] + x[1::2]
+        if len(x) % 2:
+            sums = jnp.concatenate([sums, x[-1:]])
+        x = sums
     return x[0]
 
 
@@ -97,7 +101,8 @@ def _copy_blocks(x: jax.Array) -> jax.Array:
     prevent the fusion (jax 0.10, CPU).
     """
 
-    def copy(i: Any, out: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(out, lax.dynamic_index_in_dim(x, i, 0, keepdims=False), i, 0)
+    def copy_block(i: Any, out: jax.Array) -> jax.Array:
+        block = lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(out, block, i, 0)
 
-    return lax.fori_loop(0, len(x), copy, jnp.zeros_like(x))
+    return lax.fori_loop(0, len(x), copy_block, jnp.zeros_like(x))

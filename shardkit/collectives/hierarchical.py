@@ -57,13 +57,21 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
         leaf = jnp.asarray(leaf)
         machine_sum = basic.scatter_array(split_flat(leaf, count), fast, 0, op=op)
         total = basic.reduce_array(machine_sum, slow, op=op)
-        return join_flat(basic.gather_array(total, fast, 0, replicated=True), leaf.shape)
+        totals = basic.gather_array(total, fast, 0, replicated=True)
+        return join_flat(totals, leaf.shape)
 
     return jax.tree.map(reduce_leaf, x)
 
 
 @partial(typed, where="hierarchical.all_gather")
-def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+def all_gather(
+    x: Arrays,
+    inner: Axis,
+    outer: Axis,
+    *,
+    dim: int = 0,
+    replicated: bool = False,
+) -> Any:
     """Concatenates the shards along `dim` in the order of `(outer, inner)`: over the slow links first, while small.
 
     Layout: `X[.., D_(outer,inner), ..] -> X[.., D, ..]`
@@ -101,7 +109,14 @@ def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated:
 
 
 @partial(typed, where="hierarchical.reduce_scatter")
-def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
+def reduce_scatter(
+    x: Arrays,
+    inner: Axis,
+    outer: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+) -> Any:
     """Sums over both axes; each device gets its shard in the order of `(outer, inner)`: over the fast links first.
 
     Layout: `X[.., D, ..] {U_inner, U_outer} -> X[.., D_(outer,inner), ..]`
@@ -153,5 +168,5 @@ def _swap_levels(x: jax.Array, dim: int, sizes: tuple[int, int]) -> jax.Array:
     they are 0 1 2 3 4 5 6 7, as `P((outer, inner))` has them.
     """
     a, b = sizes
-    split = x.reshape(*x.shape[:dim], a, b, -1, *x.shape[dim + 1 :])
-    return jnp.swapaxes(split, dim, dim + 1).reshape(x.shape)
+    levels = x.reshape(*x.shape[:dim], a, b, -1, *x.shape[dim + 1 :])
+    return jnp.swapaxes(levels, dim, dim + 1).reshape(x.shape)

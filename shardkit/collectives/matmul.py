@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from shardkit._arguments.checks import Axis, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import backends, compat
 from shardkit._jax.compat import bound
+from shardkit.collectives._parts import merge_parts, separate_parts
 from shardkit.collectives._sums import save_as_dot, wide, wide_zeros
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import gather_array, scatter_array
@@ -82,9 +84,12 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
                 f"got shapes {jnp.shape(x_tD)} and {jnp.shape(w)}. Reshape or transpose one of them."
             )
     x, *weights = _check_operands(where, names, x_tD, *weights)
-    columns = sum(math.prod(w.shape[1:]) for w in weights)
+    columns = 0
+    for w in weights:
+        columns += math.prod(w.shape[1:])
     width = x.shape[-1]
-    matmul = Matmul(axis_size(names), x.size // max(1, width), width, columns, x.dtype.itemsize)
+    tokens = x.size // max(1, width)
+    matmul = Matmul(axis_size(names), tokens, width, columns, x.dtype.itemsize)
     forms = _choose_forms(impl, names, matmul, matmul_forms.all_gather_matmul_seconds)
     products = _all_gather_matmul(x, tuple(weights), names, forms)
     return jax.tree.unflatten(tree, products)
@@ -134,7 +139,8 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
     h, w = _check_operands(where, names, h_Tf, w_fD)
     n = axis_size(names)
     tokens = math.prod(h.shape[: token_dim + 1]) // n
-    matmul = Matmul(n, tokens, w.shape[-1], math.prod(w.shape[:-1]), h.dtype.itemsize)
+    rows = math.prod(w.shape[:-1])
+    matmul = Matmul(n, tokens, w.shape[-1], rows, h.dtype.itemsize)
     forms = _choose_forms(impl, names, matmul, matmul_forms.matmul_reduce_scatter_seconds)
     return _matmul_reduce_scatter(h, w, names, forms)
 
@@ -177,12 +183,13 @@ def _choose_by_links(links: Links, names: _Names, matmul: Matmul) -> str:
     """The form for measured links: by whether the matmul of a message hides the next one."""
     if not links.flops:
         return "gather"
-    link = links.of(names)
+    find_least_message = partial(
+        ring_from, links.of(names), matmul.columns, flops=links.flops, value_bytes=matmul.value_bytes
+    )
     message = matmul.tokens * matmul.width * matmul.value_bytes
-    if message >= ring_from(link, matmul.columns, flops=links.flops, value_bytes=matmul.value_bytes):
+    if message >= find_least_message():
         return "ring"
-    both = ring_from(link, matmul.columns, flops=links.flops, value_bytes=matmul.value_bytes, ways=2)
-    if matmul.n > 2 and message >= both:
+    if matmul.n > 2 and message >= find_least_message(ways=2):
         return "bidirectional"
     return "gather"
 
@@ -210,34 +217,29 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, forms: F
         return tuple(_dot(x_TD, w, 1) for w in ws)
     directions = _choose_directions(forms.forward, x.shape[token_dim], n)
 
-    def multiply(k: Any, messages: Sequence[jax.Array], products: _Arrays) -> _Arrays:
+    def multiply(k: Any, messages: Sequence[jax.Array], products: Sequence[jax.Array]) -> list[jax.Array]:
+        products = list(products)
         for direction, rows in zip(directions, messages, strict=True):
             source = me - direction.by * k
-            stored = []
-            for product, w in zip(products, ws, strict=True):
-                stored.append(_store_rows(product, _dot(rows, w, 1), token_dim, source, direction.first))
-            products = tuple(stored)
+            for number, w in enumerate(ws):
+                product_rows = _dot(rows, w, 1)
+                products[number] = _store_rows(products[number], product_rows, token_dim, source, direction.first)
         return products
 
     def hop(k: Any, carry: Any) -> Any:
         messages, products = carry
-        arrivals = []
-        for rows, direction in zip(messages, directions, strict=True):
-            arrivals.append(shift_array(rows, names, by=direction.by))
+        arrivals = _send_on(messages, names, directions)
         return arrivals, multiply(k, messages, products)
 
-    messages = []
-    for direction in directions:
-        end = direction.first + direction.size
-        messages.append(lax.slice_in_dim(x, direction.first, end, axis=token_dim))
+    messages = [_slice_rows(x, token_dim, direction) for direction in directions]
     # Rows by device, [..., n, t, f]: every row is written once, so that nothing must be zeroed.
-    empty = []
+    products = []
     for w in ws:
         shape = (*x.shape[:token_dim], n, x.shape[token_dim], *w.shape[1:])
-        empty.append(vary_like(lax.empty(shape, x.dtype), x))
-    messages, products = lax.fori_loop(0, n - 1, hop, (messages, tuple(empty)))
+        products.append(vary_like(lax.empty(shape, x.dtype), x))
+    messages, products = lax.fori_loop(0, n - 1, hop, (messages, products))
     products = multiply(n - 1, messages, products)
-    return tuple(_merge_devices(product, token_dim) for product in products)
+    return tuple(merge_parts(product, token_dim) for product in products)
 
 
 def _all_gather_matmul_forward(x: jax.Array, ws: _Arrays, names: _Names, forms: Forms) -> Any:
@@ -251,20 +253,22 @@ def _all_gather_matmul_backward(names: _Names, forms: Forms, residuals: Any, dys
     n = axis_size(names)
     me = axis_index(names)
 
+    def multiply_term(dy: jax.Array, w: jax.Array) -> jax.Array:
+        return _dot(dy, jnp.moveaxis(w, 0, -1), w.ndim - 1, partial_sum=True)
+
     def multiply_dx(dys: Sequence[jax.Array]) -> jax.Array:
         """dy @ w.T, summed over the weights, in float32."""
-        dx = None
-        for dy, w in zip(dys, ws, strict=True):
-            term = _dot(dy, jnp.moveaxis(w, 0, -1), w.ndim - 1, partial_sum=True)
-            dx = term if dx is None else dx + term
-        assert dx is not None
+        dx = multiply_term(dys[0], ws[0])
+        for dy, w in zip(dys[1:], ws[1:], strict=True):
+            dx = dx + multiply_term(dy, w)
         return dx
 
     if forms.backward == "gather":
         x_TD = gather_array(x, names, token_dim)
-        dws = tuple(_outer(x_TD, dy, token_dim + 1) for dy in dys)
-        return scatter_array(multiply_dx(dys).astype(x.dtype), names, token_dim), dws
-    dys = tuple(_split_by_device(dy, token_dim, n) for dy in dys)
+        gathered_dws = tuple(_outer(x_TD, dy, token_dim + 1) for dy in dys)
+        dx = scatter_array(multiply_dx(dys).astype(x.dtype), names, token_dim)
+        return dx, gathered_dws
+    dys = tuple(separate_parts(dy, token_dim, n) for dy in dys)
 
     def take_dys(source: Any) -> list[jax.Array]:
         return [_take_rows(dy, token_dim, source) for dy in dys]
@@ -292,7 +296,8 @@ def _all_gather_matmul_backward(names: _Names, forms: Forms, residuals: Any, dys
         return arriving_rows, dx, add_to_dws(dws, rows, me - k)
 
     first_dx = multiply_dx(take_dys(me + 1)).astype(x.dtype)
-    rows, dx, dws = lax.fori_loop(0, n - 1, hop, (x, first_dx, tuple(map(wide_zeros, ws))))
+    zero_dws = tuple(map(wide_zeros, ws))
+    rows, dx, dws = lax.fori_loop(0, n - 1, hop, (x, first_dx, zero_dws))
     dws = add_to_dws(dws, rows, me + 1)
     return dx, tuple(dw.astype(x.dtype) for dw in dws)
 
@@ -302,24 +307,22 @@ def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, for
     n = axis_size(names)
     me = axis_index(names)
     if forms.forward == "gather":
-        return save_as_dot(scatter_array(_dot(h, w, w.ndim - 1), names, token_dim))
-    h = _split_by_device(h, token_dim, n)
+        partial_sums = _dot(h, w, w.ndim - 1)
+        return save_as_dot(scatter_array(partial_sums, names, token_dim))
+    h = separate_parts(h, token_dim, n)
     directions = _choose_directions(forms.forward, h.shape[token_dim + 1], n)
 
     def multiply(k: Any, direction: _Direction) -> jax.Array:
-        rows = _take_rows(h, token_dim, me - direction.by * (k + 1))
-        end = direction.first + direction.size
-        rows = lax.slice_in_dim(rows, direction.first, end, axis=token_dim)
+        device_rows = _take_rows(h, token_dim, me - direction.by * (k + 1))
+        rows = _slice_rows(device_rows, token_dim, direction)
         return _dot(rows, w, w.ndim - 1, partial_sum=True)
 
     def hop(k: Any, sums: Sequence[jax.Array]) -> list[jax.Array]:
-        arrivals = []
-        for rows, direction in zip(sums, directions, strict=True):
-            arrivals.append(shift_array(rows, names, by=direction.by))
-        added = []
+        arrivals = _send_on(sums, names, directions)
+        new_sums = []
         for arrival, direction in zip(arrivals, directions, strict=True):
-            added.append(_add_to_arrival(arrival, multiply(k, direction)))
-        return added
+            new_sums.append(_add_to_arrival(arrival, multiply(k, direction)))
+        return new_sums
 
     # Of four devices, device 0 begins the sum of device 3's rows. It goes up through 1 and 2, which add theirs, and
     # device 3 adds the last term.
@@ -340,15 +343,19 @@ def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any,
     w_transposed = jnp.moveaxis(w, -1, 0)
     if forms.backward == "gather":
         dy_TD = gather_array(dy, names, token_dim)
-        return _dot(dy_TD, w_transposed, 1), _outer(h, dy_TD, token_dim + 1)
-    h = _split_by_device(h, token_dim, n)
+        dh = _dot(dy_TD, w_transposed, 1)
+        dw = _outer(h, dy_TD, token_dim + 1)
+        return dh, dw
+    h = separate_parts(h, token_dim, n)
 
     # The rows of the gradient that travel serve both results: dh is these rows times w.T, and dw needs them beside the
     # rows of h.
     def multiply(k: Any, dy_rows: jax.Array, dh: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dh = _store_rows(dh, _dot(dy_rows, w_transposed, 1), token_dim, me - k)
+        dh_rows = _dot(dy_rows, w_transposed, 1)
+        dh = _store_rows(dh, dh_rows, token_dim, me - k)
         h_rows = _take_rows(h, token_dim, me - k)
-        return dh, dw + _outer(h_rows, dy_rows, token_dim + 1, partial_sum=True)
+        dw = dw + _outer(h_rows, dy_rows, token_dim + 1, partial_sum=True)
+        return dh, dw
 
     def hop(k: Any, carry: Any) -> Any:
         dy_rows, dh, dw = carry
@@ -357,9 +364,10 @@ def _matmul_reduce_scatter_backward(names: _Names, forms: Forms, residuals: Any,
         return arrival, dh, dw
 
     empty_dh = vary_like(lax.empty(h.shape, h.dtype), h)
-    dy_rows, dh, dw = lax.fori_loop(0, n - 1, hop, (dy, empty_dh, wide_zeros(w)))
+    zero_dw = wide_zeros(w)
+    dy_rows, dh, dw = lax.fori_loop(0, n - 1, hop, (dy, empty_dh, zero_dw))
     dh, dw = multiply(n - 1, dy_rows, dh, dw)
-    return _merge_devices(dh, token_dim), dw.astype(h.dtype)
+    return merge_parts(dh, token_dim), dw.astype(h.dtype)
 
 
 _all_gather_matmul = jax.custom_vjp(_all_gather_matmul_primal, nondiff_argnums=(2, 3))
@@ -379,21 +387,42 @@ class _Direction(NamedTuple):
 def _choose_directions(form: str, rows: int, n: int) -> list[_Direction]:
     half = rows // 2
     if form == "ring" or n == 2 or not half:
-        return [_Direction(1, 0, rows)]
-    return [_Direction(1, 0, half), _Direction(-1, half, rows - half)]
+        return [_Direction(by=1, first=0, size=rows)]
+    up = _Direction(by=1, first=0, size=half)
+    down = _Direction(by=-1, first=half, size=rows - half)
+    return [up, down]
+
+
+def _slice_rows(x: jax.Array, dim: int, direction: _Direction) -> jax.Array:
+    """The rows of a shard that travel in a direction."""
+    end = direction.first + direction.size
+    return lax.slice_in_dim(x, direction.first, end, axis=dim)
+
+
+def _send_on(messages: Sequence[jax.Array], names: _Names, directions: Sequence[_Direction]) -> list[jax.Array]:
+    """Sends a message in each direction; returns what arrives."""
+    arrivals = []
+    for message, direction in zip(messages, directions, strict=True):
+        arrivals.append(shift_array(message, names, by=direction.by))
+    return arrivals
 
 
 def _dot(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:
     """Contracts the last `dims` dims of x with the first of y; a term of a longer sum in float32."""
-    dtype = wide(x.dtype) if partial_sum else x.dtype
-    return jnp.tensordot(x, y, dims, preferred_element_type=dtype)
+    return jnp.tensordot(x, y, dims, preferred_element_type=_choose_dtype(x, partial_sum))
 
 
 def _outer(x: jax.Array, y: jax.Array, dims: int, *, partial_sum: bool = False) -> jax.Array:
     """Contracts the first `dims` dims of both, batch and tokens, for a weight gradient."""
-    dtype = wide(x.dtype) if partial_sum else x.dtype
-    contracted = tuple(range(dims))
-    return jnp.tensordot(x, y, (contracted, contracted), preferred_element_type=dtype)
+    shared_dims = tuple(range(dims))
+    dtype = _choose_dtype(x, partial_sum)
+    return jnp.tensordot(x, y, (shared_dims, shared_dims), preferred_element_type=dtype)
+
+
+def _choose_dtype(x: jax.Array, partial_sum: bool) -> Any:
+    if partial_sum:
+        return wide(x.dtype)
+    return x.dtype
 
 
 def _add_to_arrival(arrival: jax.Array, product: jax.Array) -> jax.Array:
@@ -406,20 +435,19 @@ def _add_to_arrival(arrival: jax.Array, product: jax.Array) -> jax.Array:
 # matmul: [..., T, D] is [..., n, t, D], and device d's rows are index d of that dim.
 
 
-def _split_by_device(x: jax.Array, dim: int, n: int) -> jax.Array:
-    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-
-
-def _merge_devices(x: jax.Array, dim: int) -> jax.Array:
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-
-
 def _take_rows(x: jax.Array, dim: int, device: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(x, device % x.shape[dim], dim, keepdims=False)
 
 
-def _store_rows(out: jax.Array, rows: jax.Array, dim: int, device: Any, first: int = 0) -> jax.Array:
+def _store_rows(
+    out: jax.Array,
+    rows: jax.Array,
+    dim: int,
+    device: Any,
+    first: int = 0,
+) -> jax.Array:
     start = [0] * out.ndim
     start[dim] = device % out.shape[dim]
     start[dim + 1] = first
-    return lax.dynamic_update_slice(out, jnp.expand_dims(rows.astype(out.dtype), dim), start)
+    rows = jnp.expand_dims(rows.astype(out.dtype), dim)
+    return lax.dynamic_update_slice(out, rows, start)

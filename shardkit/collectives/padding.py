@@ -90,7 +90,14 @@ def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
 
 
 @typed
-def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+def all_gather_uneven(
+    x: Arrays,
+    sizes: Sequence[int],
+    axis: Axis,
+    *,
+    dim: int = 0,
+    replicated: bool = False,
+) -> Any:
     """Concatenates shards of different sizes along `dim`; every device gets the whole array, without padding.
 
     Layout: `X[.., max(sizes), ..] -> X[.., sum(sizes), ..]`
@@ -135,7 +142,12 @@ def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int =
 
 @typed
 def reduce_scatter_uneven(
-    x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum"
+    x: Arrays,
+    sizes: Sequence[int],
+    axis: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
 ) -> Any:
     """Reduces each leaf over the devices; device i gets its sizes[i] rows, padded with zeros to max(sizes).
 
@@ -177,7 +189,8 @@ def reduce_scatter_uneven(
             piece = lax.slice_in_dim(leaf, start, start + size, axis=split_dim)
             pieces.append(_pad_end(piece, split_dim, most - size))
             start += size
-        return scatter_array(jnp.concatenate(pieces, axis=split_dim), names, split_dim, op=op)
+        padded = jnp.concatenate(pieces, axis=split_dim)
+        return scatter_array(padded, names, split_dim, op=op)
 
     return jax.tree.map(scatter_leaf, x)
 
@@ -202,7 +215,14 @@ def _check_sizes(where: str, sizes: Sequence[int], names: tuple[str, ...]) -> tu
     return sizes
 
 
-def _check_rows(where: str, x: jax.Array, dim: int, rows: int, expression: str, remedy: str) -> None:
+def _check_rows(
+    where: str,
+    x: jax.Array,
+    dim: int,
+    rows: int,
+    expression: str,
+    remedy: str,
+) -> None:
     if x.shape[dim] != rows:
         raise ValueError(
             f"{where}: dim {dim} must have {expression} = {rows} rows on every device; got shape {x.shape}. {remedy}"
@@ -225,4 +245,5 @@ def split_flat(x: jax.Array, count: int) -> jax.Array:
 
 def join_flat(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `split_flat`, for an array of this shape."""
-    return parts.reshape(-1)[: math.prod(shape)].reshape(shape)
+    size = math.prod(shape)  # without the zeros
+    return parts.reshape(-1)[:size].reshape(shape)

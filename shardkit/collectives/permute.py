@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -51,13 +52,15 @@ def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
 def shift_array(x: jax.Array, names: _Names, *, by: int = 1, wrap: bool = True) -> jax.Array:
     """`shift` of one array, for kernels whose arguments are checked already."""
     count = axis_size(names)
-    if wrap:
-        pairs = [(i, (i + by) % count) for i in range(count)]
-    else:
-        first = max(0, -by)  # the devices whose target exists: of 4, by=1 sends 0 to 1, 1 to 2 and 2 to 3
-        last = min(count, count - by)
-        pairs = [(i, i + by) for i in range(first, last)]
-    if pairs == [(i, i) for i in range(count)]:  # every device keeps its value, and nothing is sent
+    pairs = []
+    for source in range(count):
+        target = source + by
+        if wrap:
+            pairs.append((source, target % count))
+        elif 0 <= target < count:  # of 4 devices, by=1: 0 to 1, 1 to 2 and 2 to 3
+            pairs.append((source, target))
+    stays = by == 0 or (wrap and by % count == 0)
+    if stays:  # every device keeps its value, and nothing is sent
         return vary(x, names)
     return permute(x, names, pairs)
 
@@ -121,14 +124,15 @@ def _convert_to_mesh_order(names: _Names, pairs: Pairs) -> tuple[_Names, Pairs]:
     mesh_names = tuple(name for name in sizes if name in names)
     if mesh_names == names:
         return names, pairs
-    shape = [sizes[name] for name in names]
+    # The devices in mesh order, indexed by their coordinates in the order of the names.
     mesh_shape = [sizes[name] for name in mesh_names]
-
-    def convert(index: int) -> int:
-        coordinates = dict(zip(names, np.unravel_index(index, shape), strict=True))
-        return int(np.ravel_multi_index([coordinates[name] for name in mesh_names], mesh_shape))
-
-    return mesh_names, [(convert(source), convert(target)) for source, target in pairs]
+    mesh_devices = np.arange(math.prod(mesh_shape)).reshape(mesh_shape)
+    order = [mesh_names.index(name) for name in names]
+    devices = mesh_devices.transpose(order).ravel()
+    mesh_pairs = []
+    for source, target in pairs:
+        mesh_pairs.append((int(devices[source]), int(devices[target])))
+    return mesh_names, mesh_pairs
 
 
 # A broadcast is a masked all_reduce: all devices but the source add zeros. A ppermute cannot go from one source to
@@ -139,15 +143,18 @@ def _convert_to_mesh_order(names: _Names, pairs: Pairs) -> tuple[_Names, Pairs]:
 def _broadcast_leaf(x: jax.Array, names: _Names, source: int) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
         return _broadcast_bits(x, names, source)
-    reduce = lax.pmax if x.dtype == bool else lax.psum  # a sum of booleans would send four bytes per element
-    return reduce(_zero_unless_source(x, names, source), names)
+    addend = _zero_unless_source(x, names, source)
+    if x.dtype == bool:  # a sum of booleans would send four bytes per element
+        return lax.pmax(addend, names)
+    return lax.psum(addend, names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _broadcast_bits(x: jax.Array, names: _Names, source: int) -> jax.Array:
     # Sent as integers: a sum of floats turns -0.0 into 0.0.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
-    return lax.bitcast_convert_type(lax.psum(_zero_unless_source(bits, names, source), names), x.dtype)
+    source_bits = lax.psum(_zero_unless_source(bits, names, source), names)
+    return lax.bitcast_convert_type(source_bits, x.dtype)
 
 
 @_broadcast_bits.defjvp

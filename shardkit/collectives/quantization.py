@@ -47,15 +47,18 @@ def encode(x: jax.Array, dtype: str, block: int) -> QuantizedMessage:
         return _encode_bfloat16(x)
     flat = x.reshape(len(x), -1)
     # A shard that is shorter than a block is one block, without padding.
-    block = min(block, flat.shape[1])
-    blocks = _pad_last(flat, -flat.shape[1] % block).reshape(len(x), -1, block)
-    exponents = _choose_exponents(jnp.max(jnp.abs(blocks), axis=-1), wire_format.largest)
+    size = flat.shape[1]
+    block = min(block, size)
+    blocks = _pad_last(flat, -size % block).reshape(len(x), -1, block)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    exponents = _choose_exponents(largest, wire_format.largest)
     # Products with powers of two, here and in decode, are exact.
     # 1 / scale, by its bits: for the scale 4 = 2^2 the exponent field is 129, and 254 - 129 = 125 is that of 2^-2.
     inverse = lax.bitcast_convert_type((2 * _BIAS - exponents) << 23, jnp.float32)
     values = blocks * inverse[..., None]
     if wire_format.mantissa is None:
-        bits = _pack(jnp.round(values).astype(jnp.int32), wire_format.bits)
+        whole_numbers = jnp.round(values).astype(jnp.int32)
+        bits = _pack(whole_numbers, wire_format.bits)
     else:
         rounded = _round_mantissa(values, wire_format.mantissa)
         bits = lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
@@ -68,21 +71,23 @@ def _encode_bfloat16(x: jax.Array) -> QuantizedMessage:
     rounded = _round_mantissa(x, wire_format.mantissa)
     # Clipped: an infinity would leave no residual.
     is_finite = jnp.isfinite(x)
-    values = jnp.where(is_finite, jnp.clip(rounded, -wire_format.largest, wire_format.largest), rounded)
-    return _seal_message(QuantizedMessage(lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16), None))
+    clipped = jnp.clip(rounded, -wire_format.largest, wire_format.largest)
+    values = jnp.where(is_finite, clipped, rounded)
+    bits = lax.bitcast_convert_type(values.astype("bfloat16"), jnp.uint16)
+    return _seal_message(QuantizedMessage(bits, None))
 
 
 def decode(message: QuantizedMessage, shape: tuple[int, ...], dtype: str, block: int) -> jax.Array:
     """n messages as float32 [n, *shape]; a block with an element that was not finite becomes NaN."""
     wire_format = FORMATS[dtype]
     if message.exponents is None:
-        return lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
+        return _read_floats(message.values, dtype)
     size = math.prod(shape)
     if wire_format.mantissa is None:
         whole_numbers = _unpack(message.values, wire_format.bits)
         values = whole_numbers[..., : min(block, size)].astype(jnp.float32)
     else:
-        values = lax.bitcast_convert_type(message.values, jnp.dtype(dtype)).astype(jnp.float32)
+        values = _read_floats(message.values, dtype)
     exponents = message.exponents.astype(jnp.int32)
     scales = lax.bitcast_convert_type(exponents << 23, jnp.float32)
     scales = jnp.where(exponents == _NOT_FINITE, jnp.nan, scales)[..., None]
@@ -92,8 +97,14 @@ def decode(message: QuantizedMessage, shape: tuple[int, ...], dtype: str, block:
     return flat[:, :size].reshape(-1, *shape)
 
 
+def _read_floats(bits: jax.Array, dtype: str) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)
+
+
 def _pad_last(x: jax.Array, zeros: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, zeros)])
+    widths = [(0, 0)] * x.ndim
+    widths[-1] = (0, zeros)
+    return jnp.pad(x, widths)
 
 
 def _choose_exponents(largest: jax.Array, most: float) -> jax.Array:
@@ -127,9 +138,10 @@ def _pack(x: jax.Array, bits: int) -> jax.Array:
     Worked example: the block [1, 2, 3, 4] becomes the bytes [1 + 16 * 3, 2 + 16 * 4].
     """
     if bits == 4:
-        half = -(-x.shape[-1] // 2)
+        block = x.shape[-1]
+        half = math.ceil(block / 2)
         low = x[..., :half] & 15
-        high = _pad_last(x[..., half:], x.shape[-1] % 2) << 4
+        high = _pad_last(x[..., half:], block % 2) << 4
         x = low | high
     return x.astype(jnp.uint8)
 

@@ -19,7 +19,13 @@ from shardkit.collectives.basic import all_to_all
 
 @typed
 def ragged_all_to_all(
-    x: jax.Array, counts: jax.Array, axis: Axis, *, rows: int, limit: int, dense: bool | None = None
+    x: jax.Array,
+    counts: jax.Array,
+    axis: Axis,
+    *,
+    rows: int,
+    limit: int,
+    dense: bool | None = None,
 ) -> jax.Array:
     """Sends device j the next `counts[i, j]` rows of device i, for all i and j.
 
@@ -54,7 +60,8 @@ def ragged_all_to_all(
         [1 0 0 2 3 4]
     """
     names = bound("ragged_all_to_all", axis)
-    n, me = axis_size(names), axis_index(names)
+    n = axis_size(names)
+    me = axis_index(names)
     _check_arguments(x, counts, n, rows, limit)
     x = vary(x, names)
     counts = vary(jnp.asarray(counts), names)
@@ -80,28 +87,38 @@ def ragged_all_to_all(
     row = jnp.arange(rows)
     sender = segments(received, rows)
     index = sender * limit + row - arrivals.at[sender].get(mode="clip")
-    past_the_end = n * limit  # an index that reads zeros
-    result = blocks.at[jnp.where(sender < n, index, past_the_end)].get(mode="fill", fill_value=0)
+    no_row = n * limit  # an index that reads zeros
+    index = jnp.where(sender < n, index, no_row)
+    result = blocks.at[index].get(mode="fill", fill_value=0)
     return jnp.where(invalid, _invalid_value(x.dtype), result)
 
 
-def _exchange_blocks(x: jax.Array, sent: jax.Array, starts: jax.Array, names: tuple[str, ...], limit: int) -> jax.Array:
+def _exchange_blocks(
+    x: jax.Array,
+    sent: jax.Array,
+    starts: jax.Array,
+    names: tuple[str, ...],
+    limit: int,
+) -> jax.Array:
     """The rows of all senders in blocks of `limit` rows, [n limit, ...], which are sent whole.
 
     With limit 2, sent [1, 2] and the rows a b c: the blocks [a 0] for device 0 and [b c] for device 1.
     """
     place_L = jnp.arange(limit)
     no_row = x.shape[0]  # an index that reads zeros
-    index_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], no_row)
-    blocks = all_to_all(x.at[index_nL].get(mode="fill", fill_value=0), names, split_dim=0, concat_dim=0)
-    return blocks.reshape(len(sent) * limit, *x.shape[1:])
+    is_sent_nL = place_L[None, :] < sent[:, None]
+    index_nL = jnp.where(is_sent_nL, starts[:, None] + place_L[None, :], no_row)
+    blocks = x.at[index_nL].get(mode="fill", fill_value=0)
+    arrivals = all_to_all(blocks, names, split_dim=0, concat_dim=0)
+    return arrivals.reshape(len(sent) * limit, *x.shape[1:])
 
 
 def _are_invalid(counts: Any, has: int, rows: int, limit: int) -> Any:
     """Whether the counts are invalid on any device; every device gets the same answer."""
-    out_of_range = (counts < 0).any() | (counts > limit).any()
-    invalid = out_of_range | (counts.sum(axis=1) > has).any()  # a device sends more than it has
-    return invalid | (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
+    invalid = (counts < 0).any() | (counts > limit).any()
+    invalid |= (counts.sum(axis=1) > has).any()  # a device sends more than it has
+    invalid |= (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
+    return invalid
 
 
 def _invalid_value(dtype: Any) -> jax.Array:
@@ -113,7 +130,9 @@ def _invalid_value(dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"ragged_all_to_all: rows must be numbers; got {dtype}. Pass jax.random.key_data(keys).")
     info = jnp.iinfo(dtype)
-    return jnp.asarray(info.min if info.min else info.max, dtype)
+    if info.min == 0:
+        return jnp.asarray(info.max, dtype)
+    return jnp.asarray(info.min, dtype)
 
 
 def _check_arguments(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
@@ -154,7 +173,8 @@ def segments(sizes: jax.Array, rows: int) -> jax.Array:
     ends = jnp.cumsum(sizes)
     # Each end of a segment raises the number of all rows after it by one. For sizes [2, 0, 1] the ends are 2, 2 and 3:
     # [0, 0, 2, 1, 0, 0] is summed up to [0, 0, 2, 3, 3, 3].
-    return jnp.cumsum(jnp.zeros(rows + 1, jnp.int32).at[ends].add(1))[:rows]
+    ends_by_row = jnp.zeros(rows + 1, jnp.int32).at[ends].add(1)
+    return jnp.cumsum(ends_by_row)[:rows]
 
 
 def _sum_before(sizes: jax.Array) -> jax.Array:

@@ -53,7 +53,9 @@ def assume_replicated(x: Arrays, axis: Axis) -> Any:
     def cast_leaf(leaf: Any) -> Any:
         varying = compat.varying_axes(leaf)
         axes = tuple(name for name in names if name in varying)
-        return _cast.bind(leaf, axes=axes) if axes else leaf
+        if not axes:
+            return leaf
+        return _cast.bind(leaf, axes=axes)
 
     return jax.tree.map(cast_leaf, x)
 

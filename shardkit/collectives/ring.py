@@ -17,6 +17,7 @@ from shardkit._arguments.checks import Axis, dim_of, divides
 from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit._jax.compat import bound
+from shardkit.collectives._parts import join_parts
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import as_numbers, axis_index, axis_size, varies, vary
 from shardkit.collectives.permute import shift_array
@@ -26,7 +27,14 @@ _Names = tuple[str, ...]
 
 
 @partial(typed, where="ring.all_gather")
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = False, replicated: bool = False) -> Any:
+def all_gather(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    bidirectional: bool = False,
+    replicated: bool = False,
+) -> Any:
     """Concatenates the devices' shards along `dim`: they pass around a ring.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -56,8 +64,9 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
     names = bound("ring.all_gather", axis)
 
     # The mesh is asked, and not the leaf's type: without check_vma no type says over which axes a leaf varies.
-    casts = replicated and compat.tracked_axes().issuperset(names)
-    kernel = _replicated_all_gather if casts else _all_gather
+    kernel = _all_gather
+    if replicated and compat.tracked_axes().issuperset(names):
+        kernel = _all_gather_replicated
 
     def gather_leaf(leaf: jax.Array) -> jax.Array:
         gathered_dim = dim_of("ring.all_gather", dim, jnp.ndim(leaf))
@@ -68,7 +77,12 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
 
 @partial(typed, where="ring.reduce_scatter")
 def reduce_scatter(
-    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+    bidirectional: bool = False,
 ) -> Any:
     """Sums over the devices of `axis`; each gets its shard along `dim`. Partial sums pass around a ring.
 
@@ -104,14 +118,21 @@ def reduce_scatter(
         split_dim = dim_of("ring.reduce_scatter", dim, jnp.ndim(leaf))
         divides("ring.reduce_scatter", split_dim, leaf.shape[split_dim], names, count)
         shard = _reduce_scatter(vary(as_numbers(leaf), names), names, split_dim, bidirectional)
-        return shard / count if op == "mean" else shard
+        if op == "mean":
+            shard = shard / count
+        return shard
 
     return jax.tree.map(scatter_leaf, x)
 
 
 @partial(typed, where="ring.all_reduce")
 def all_reduce(
-    x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False, replicated: bool = False
+    x: Arrays,
+    axis: Axis,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    bidirectional: bool = False,
+    replicated: bool = False,
 ) -> Any:
     """Sums over the devices of `axis`: a ring reduce_scatter of the flattened array, then a ring all_gather.
 
@@ -147,7 +168,9 @@ def all_reduce(
         leaf = vary(as_numbers(leaf), names)
         # Flat, so that any array splits into n parts, also where none of its dims divides.
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
-        kernel = _replicated_all_reduce if replicated and varies(leaf, names) else _all_reduce
+        kernel = _all_reduce
+        if replicated and varies(leaf, names):
+            kernel = _all_reduce_replicated
         total = kernel(flat, names, op, bidirectional)
         return total[: leaf.size].reshape(leaf.shape)
 
@@ -181,16 +204,14 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
         out = store(out, from_above, me + k + 1)
         return from_below, from_above, out
 
-    out_nd = store(typed_zeros(x, shape=(n, *x.shape)), x, me)
+    out = store(typed_zeros(x, shape=(n, *x.shape)), x, me)
     if bidirectional:
-        from_below, _, out_nd = lax.fori_loop(0, (n - 1) // 2, hop_both_ways, (x, x, out_nd))
+        from_below, _, out = lax.fori_loop(0, (n - 1) // 2, hop_both_ways, (x, x, out))
         if n % 2 == 0:  # the opposite device is reached in one direction only
-            _, out_nd = hop(n // 2 - 1, (from_below, out_nd))
+            _, out = hop(n // 2 - 1, (from_below, out))
     else:
-        _, out_nd = lax.fori_loop(0, n - 1, hop, (x, out_nd))
-    shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
-    # From [n, ..., rows, ...] to [..., n rows, ...], in the order of the devices.
-    return jnp.moveaxis(out_nd, 0, dim).reshape(shape)
+        _, out = lax.fori_loop(0, n - 1, hop, (x, out))
+    return join_parts(out, dim)
 
 
 # The sum of a shard starts at the device that is farthest from its owner. Shard 0 over four devices:
@@ -205,7 +226,8 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
     me = axis_index(names)
     size = x.shape[dim] // n
 
-    def part_for(device: jax.Array) -> jax.Array:
+    def take_part(device: jax.Array) -> jax.Array:
+        """This device's part of the sum of a device's shard."""
         return lax.dynamic_slice_in_dim(x, device % n * size, size, dim)
 
     # Of two devices, above and below are the same neighbor.
@@ -213,24 +235,25 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
         hops = n - 1
 
         def hop(k: Any, partial_sum: jax.Array) -> jax.Array:
-            return shift_array(partial_sum, names) + part_for(me + hops - 1 - k)
+            return shift_array(partial_sum, names) + take_part(me + hops - 1 - k)
 
-        return lax.fori_loop(0, hops, hop, part_for(me + hops))
+        return lax.fori_loop(0, hops, hop, take_part(me + hops))
 
     half = (n - 1) // 2
 
     def hop_both_ways(k: Any, carry: Any) -> Any:
         from_below, from_above = carry
-        from_below = shift_array(from_below, names) + part_for(me + half - 1 - k)
+        from_below = shift_array(from_below, names) + take_part(me + half - 1 - k)
         from_above = shift_array(from_above, names, by=-1)
         # In the last hop both sums arrive at their owner, which adds its own part to the one from below alone.
-        part = jnp.where(k < half - 1, part_for(me - half + 1 + k), jnp.zeros_like(from_above))
+        part = jnp.where(k < half - 1, take_part(me - half + 1 + k), jnp.zeros_like(from_above))
         return from_below, from_above + part
 
-    farthest_below = part_for(me + half)
+    first_below = take_part(me + half)
     if n % 2 == 0:  # one more device below than above
-        farthest_below = shift_array(part_for(me + half + 1), names) + farthest_below
-    from_below, from_above = lax.fori_loop(0, half, hop_both_ways, (farthest_below, part_for(me - half)))
+        first_below = shift_array(take_part(me + half + 1), names) + first_below
+    first_above = take_part(me - half)
+    from_below, from_above = lax.fori_loop(0, half, hop_both_ways, (first_below, first_above))
     return from_below + from_above
 
 
@@ -244,21 +267,34 @@ def _all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirec
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _replicated_all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> jax.Array:
+def _all_gather_replicated(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> jax.Array:
     return assume_replicated(_all_gather(x, names, dim, bidirectional), names)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _replicated_all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirectional: bool) -> jax.Array:
+def _all_reduce_replicated(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirectional: bool) -> jax.Array:
     return assume_replicated(_all_reduce(x, names, op, bidirectional), names)
 
 
-def _slice_cotangent(names: _Names, dim: int, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _slice_cotangent(
+    names: _Names,
+    dim: int,
+    bidirectional: bool,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     size = cotangent.shape[dim] // axis_size(names)
-    return (lax.dynamic_slice_in_dim(vary(cotangent, names), axis_index(names) * size, size, dim),)
+    cotangent = vary(cotangent, names)
+    return (lax.dynamic_slice_in_dim(cotangent, axis_index(names) * size, size, dim),)
 
 
-def _copy_cotangent(names: _Names, op: str, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _copy_cotangent(
+    names: _Names,
+    op: str,
+    bidirectional: bool,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     if op == "mean":
         cotangent = cotangent / axis_size(names)
     return (vary(cotangent, names),)
@@ -276,5 +312,5 @@ def _run_transpose(kernel: Any, *args: Any) -> tuple[jax.Array]:
 # The gather and the scatter are each other's transpose.
 _all_gather.defvjp(partial(_run_forward, _all_gather), partial(_run_transpose, _reduce_scatter))
 _reduce_scatter.defvjp(partial(_run_forward, _reduce_scatter), partial(_run_transpose, _all_gather))
-_replicated_all_gather.defvjp(partial(_run_forward, _replicated_all_gather), _slice_cotangent)
-_replicated_all_reduce.defvjp(partial(_run_forward, _replicated_all_reduce), _copy_cotangent)
+_all_gather_replicated.defvjp(partial(_run_forward, _all_gather_replicated), _slice_cotangent)
+_all_reduce_replicated.defvjp(partial(_run_forward, _all_reduce_replicated), _copy_cotangent)

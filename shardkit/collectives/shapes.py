@@ -62,37 +62,54 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
     #   distance 4: 1 2 3 4 5      of 0 to i
     # An exclusive sum begins with the values shifted up by one, and device 0 takes no part.
     def scan_leaf(leaf: jax.Array) -> jax.Array:
-        total = vary(as_numbers(leaf) if op == "sum" else leaf, names)
+        if op == "sum":
+            leaf = as_numbers(leaf)
+        total = vary(leaf, names)
         if exclusive:
             # Device 0 would receive zeros from a shift without wrap, and they are larger than a max of negative values.
-            neutral = vary(jnp.full_like(total, _neutral_value(op, total.dtype)), names)
+            neutral_value = _find_neutral_value(op, total.dtype)
+            neutral = vary(jnp.full_like(total, neutral_value), names)
             if count == 1:
                 total = neutral
             else:
-                total = jnp.where(index > 0, shift_array(total, names, wrap=False), neutral)
+                has_predecessor = index > 0
+                arrival = shift_array(total, names, wrap=False)
+                total = jnp.where(has_predecessor, arrival, neutral)
         distance = 1
         while distance < count - first:
             arrival = shift_array(total, names, by=distance, wrap=False)
-            total = jnp.where(index >= distance + first, _COMBINE[op](arrival, total), total)
+            has_predecessor = index >= distance + first
+            longer_total = _COMBINE[op](arrival, total)
+            total = jnp.where(has_predecessor, longer_total, total)
             distance *= 2
         return total
 
     return jax.tree.map(scan_leaf, x)
 
 
-def _neutral_value(op: str, dtype: Any) -> Any:
+def _find_neutral_value(op: str, dtype: Any) -> Any:
     """The value that changes no sum, max or min of this dtype."""
     if op == "sum":
         return 0
     if jnp.issubdtype(dtype, jnp.bool_):
         return op == "min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf if op == "max" else jnp.inf
-    return jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max
+    lowest, highest = -jnp.inf, jnp.inf
+    if not jnp.issubdtype(dtype, jnp.floating):
+        info = jnp.iinfo(dtype)
+        lowest, highest = info.min, info.max
+    return lowest if op == "max" else highest
 
 
 @typed
-def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False) -> Any:
+def halo_exchange(
+    x: Arrays,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    before: int = 1,
+    after: int = 1,
+    wrap: bool = False,
+) -> Any:
     """Extends this device's block by the last rows of the devices before it and the first rows of those after it.
 
     Layout: `X[.., D_a, ..] -> X[.., before + D_a + after, ..]`

@@ -50,12 +50,14 @@ def find_dims(dimension_numbers: Any, params: Any) -> dict[str, MatrixDims]:
     ndims = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         ndims[path_name(path)] = jnp.ndim(x)
-    tree = broadcast_numbers(dimension_numbers, params)
+    numbers_tree = broadcast_numbers(dimension_numbers, params)
+    leaves = jax.tree_util.tree_leaves_with_path(numbers_tree, is_leaf=is_dimension_numbers)
     dims = {}
-    for path, numbers in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_dimension_numbers):
-        if numbers is not None:
-            name = path_name(path)
-            dims[name] = _read_numbers(name, ndims[name], numbers)
+    for path, numbers in leaves:
+        if numbers is None:
+            continue
+        name = path_name(path)
+        dims[name] = _read_numbers(name, ndims[name], numbers)
     return dims
 
 
@@ -75,7 +77,8 @@ def _read_numbers(path: str, ndim: int, numbers: Any) -> MatrixDims:
 def _count_from_front(path: str, ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(dims, int):
         dims = (dims,)
-    return tuple(dim_of(f"muon: leaf {path}", dim, ndim) for dim in dims)
+    where = f"muon: leaf {path}"
+    return tuple(dim_of(where, dim, ndim) for dim in dims)
 
 
 def check_dimension_numbers(tree: Any) -> None:

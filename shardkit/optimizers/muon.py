@@ -4,6 +4,15 @@ Where matrices are split, or on many devices alike, the partitioner gathers each
 compute the same. Here every matrix has an owner (`owners.py`), and `matrix_dims.py` says which dims of a leaf are a
 matrix. Everything else is optax's: the state, the momentum, the factor for the shape of a matrix, decay, and the
 optimizer of all other leaves.
+
+Worked example: ten 8x6 matrices in float32, rows over "fsdp" of 4 devices. A device holds two rows of each, 480 bytes.
+
+| | a device sends | and orthogonalizes |
+|---|--:|--:|
+| the partitioner: an all_gather, its rows to 3 others | 1440 bytes | 10 matrices |
+| here: padded to 12, an all_to_all and another back, 3/4 of 576 bytes each | 864 bytes | 3 matrices |
+
+`_Group` of `owners.py` follows the shapes from one to the next.
 """
 
 from __future__ import annotations
@@ -92,21 +101,28 @@ def muon(
 
     Source: Jordan, Muon (https://kellerjordan.github.io/posts/muon/); Liu et al. (arXiv:2502.16982), section 3.
     """
-    hyperparameters = {"beta": beta, "eps": eps, "weight_decay": weight_decay, "learning_rate": learning_rate}
+    hyperparameters = {
+        "beta": beta,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "learning_rate": learning_rate,
+    }
     _check_hyperparameters(hyperparameters, ns_steps, consistent_rms)
-    ns_coeffs = _check_coefficients(ns_coeffs, ns_steps)
     dimension_numbers = muon_weight_dimension_numbers
     check_dimension_numbers(dimension_numbers)
-    iterations = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
+    iterations = {
+        "ns_coeffs": _check_coefficients(ns_coeffs, ns_steps),
+        "ns_steps": ns_steps,
+        "eps": eps,
+        "preconditioning": preconditioning,
+    }
     if adam is None:
         adam = optax.adamw(learning_rate, eps=eps, weight_decay=0.0, nesterov=nesterov)
 
     # `optax.partition` gives each of the two the leaves with its label, and masks all others.
     def label_leaves(params: Any) -> Any:
-        def label(numbers: Any) -> str:
-            return "adam" if numbers is None else "muon"
-
-        return jax.tree.map(label, broadcast_numbers(dimension_numbers, params), is_leaf=is_dimension_numbers)
+        numbers = broadcast_numbers(dimension_numbers, params)
+        return jax.tree.map(_choose_label, numbers, is_leaf=is_dimension_numbers)
 
     def make_optimizer(specs: dict[str, PartitionSpec], dims: dict[str, MatrixDims]) -> optax.GradientTransformation:
         # The optimizer runs outside of the step's shard_map, on global arrays, which XLA's partitioner splits: the axes
@@ -123,13 +139,20 @@ def muon(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise TypeError("muon: update must be passed the parameters, for their layout; got None. Pass them third.")
-        specs = leaves_by_path(plan.placement(params, mesh).update)  # in the layout of gradients and of the state
+        # In the layout of gradients and of the state.
+        specs = leaves_by_path(plan.placement(params, mesh).update)
         dims = find_dims(dimension_numbers, params)
         with jax.numpy_dtype_promotion("standard"):  # optax promotes an integer count
             return make_optimizer(specs, dims).update(updates, state, params)
 
     # The state is that of optax's transformations, which neither specs nor dims change.
     return optax.GradientTransformation(make_optimizer({}, {}).init, update)
+
+
+def _choose_label(numbers: Any) -> str:
+    if numbers is None:
+        return "adam"
+    return "muon"
 
 
 def _check_hyperparameters(hyperparameters: dict[str, Any], ns_steps: Any, consistent_rms: float | None) -> None:
@@ -160,8 +183,9 @@ def _check_coefficients(coefficients: Any, steps: Any) -> Any:
         )
     if numbers.ndim == 2 and not isinstance(steps, jax.Array):
         _check_rows(len(numbers), steps)
-    is_float = np.asarray(coefficients).dtype.kind == "f"  # the dtype of an array of floats stays
-    return coefficients if is_float else np.asarray(coefficients, np.float32)
+    if np.asarray(coefficients).dtype.kind == "f":  # the dtype of an array of floats stays
+        return coefficients
+    return np.asarray(coefficients, np.float32)
 
 
 def _read_floats(coefficients: Any) -> np.ndarray | None:
@@ -192,7 +216,10 @@ def _scale_by_shape(dims: dict[str, MatrixDims], consistent_rms: float | None) -
             return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * x
         return jnp.sqrt(jnp.maximum(fan_in, fan_out)) * consistent_rms * x
 
-    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))
+    def update(updates: Any, params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(scale, updates)
+
+    return optax.stateless(update)
 
 
 def _scale_by_owners(
@@ -204,12 +231,15 @@ def _scale_by_owners(
         count = optax.safe_increment(state.count)
         mu = optax.tree_utils.tree_update_moment(updates, state.mu, beta, 1)
         if nesterov:  # the momentum of the next step, as if it had the same gradient
-            momentum = optax.tree_utils.tree_bias_correction(mu, beta, optax.safe_increment(count))
+            next_count = optax.safe_increment(count)
+            momentum = optax.tree_utils.tree_bias_correction(mu, beta, next_count)
             grads = optax.tree_utils.tree_bias_correction(updates, beta, count)
             momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, momentum, grads)
         else:
             momentum = optax.tree_utils.tree_bias_correction(mu, beta, count)
-        return owners.orthogonalize(momentum, iterations), state._replace(count=count, mu=mu)
+        results = owners.orthogonalize(momentum, iterations)
+        return results, state._replace(count=count, mu=mu)
 
+    # Of optax's transformation only the state is needed.
     optax_muon = optax.contrib.scale_by_muon(beta=beta, nesterov=nesterov, **iterations)
     return optax.GradientTransformation(optax_muon.init, update)

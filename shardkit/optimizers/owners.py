@@ -19,6 +19,7 @@ A *stack* is an array [matrices, rows..., columns...], to which a device brings 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,19 +40,31 @@ from shardkit.plans.storage import pad_to, padded_shape
 class _Member(NamedTuple):
     """A leaf in a group."""
 
-    path: str
+    position: int  # among the leaves of the tree
     shape: tuple[int, ...]  # its global shape
+    dtype: Any
     dims: MatrixDims
     spec: tuple[tuple[str, ...], ...]  # the mesh axes of each dim
 
-    def group_key(self, dtype: Any) -> Any:
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape of one matrix."""
+        return tuple(self.shape[dim] for dim in self.dims.matrix)
+
+    @property
+    def matrix_spec(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes of each dim of a matrix."""
+        return tuple(self.spec[dim] for dim in self.dims.matrix)
+
+    @property
+    def group_key(self) -> Any:
         """What leaves have in common whose matrices are stacked: their shape, how they are split, and their dtype."""
-        matrix = tuple((self.shape[dim], self.spec[dim]) for dim in self.dims.matrix)
         # Devices along the axes that split layers or heads hold other matrices, so along these no replicas take turns.
-        layer_axes: frozenset[str] = frozenset()
+        batch_axes: set[str] = set()
         for dim in self.dims.batch:
-            layer_axes |= set(self.spec[dim])
-        return matrix, len(self.dims.rows), layer_axes, dtype
+            batch_axes.update(self.spec[dim])
+        rows = len(self.dims.rows)
+        return self.matrix_shape, self.matrix_spec, rows, frozenset(batch_axes), self.dtype
 
 
 class Owners(NamedTuple):
@@ -65,52 +78,56 @@ class Owners(NamedTuple):
     def orthogonalize(self, tree: Any, iterations: dict[str, Any]) -> Any:
         """The Newton-Schulz iterations of each matrix of a tree of global arrays, which stay as they are split."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        members = []
         specs = []
-        padded = []
-        positions_by_group: dict[Any, list[int]] = {}
+        padded_leaves = []
+        members_by_group: dict[Any, list[_Member]] = {}
         for position, (path, x) in enumerate(leaves):
-            member = self._make_member(path_name(path), x.shape)
+            member = self._make_member(position, path_name(path), x)
+            members_by_group.setdefault(member.group_key, []).append(member)
             spec = canonical(PartitionSpec(*member.spec))
-            members.append(member)
             specs.append(spec)
-            padded.append(_pad(x, spec, self.mesh))
-            positions_by_group.setdefault(member.group_key(x.dtype), []).append(position)
+            # Zeros where a dim does not divide: rows and columns of zeros change nothing in the others.
+            padded_leaves.append(pad_to(x, padded_shape(x.shape, spec, self.mesh)))
 
         def orthogonalize_shards(shards: list[jax.Array]) -> list[jax.Array]:
             # The groups are independent of each other: while a device computes one, the next may be on its way.
-            for positions in positions_by_group.values():
-                group = self._make_group([members[position] for position in positions])
-                results = group.orthogonalize([shards[position] for position in positions], iterations)
-                for position, result in zip(positions, results, strict=True):
-                    shards[position] = result
+            for members in members_by_group.values():
+                group = self._make_group(members)
+                group_shards = [shards[member.position] for member in members]
+                results = group.orthogonalize(group_shards, iterations)
+                for member, result in zip(members, results, strict=True):
+                    shards[member.position] = result
             return shards
 
         on_mesh = jax.shard_map(orthogonalize_shards, mesh=self.mesh, in_specs=(specs,), out_specs=specs)
+        padded_results = on_mesh(padded_leaves)
         results = []
-        for x, member in zip(on_mesh(padded), members, strict=True):
-            results.append(_cut(x, member.shape))
+        for padded_result, (_, x) in zip(padded_results, leaves, strict=True):
+            results.append(_remove_padding(padded_result, x.shape))
         return jax.tree.unflatten(structure, results)
 
-    def _make_member(self, path: str, shape: tuple[int, ...]) -> _Member:
-        spec: list[tuple[str, ...]] = [()] * len(shape)
+    def _make_member(self, position: int, path: str, x: jax.Array) -> _Member:
+        spec: list[tuple[str, ...]] = [()] * x.ndim
         for dim, axes in enumerate(spec_axes(self.specs[path])):
-            spec[dim] = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-        return _Member(path, shape, self.dims[path], tuple(spec))
+            spec[dim] = self._keep_long_axes(axes)
+        return _Member(position, x.shape, x.dtype, self.dims[path], tuple(spec))
 
     def _make_group(self, members: Sequence[_Member]) -> _Group:
         first = members[0]
         split_dims = {}
         # In a stack the dims of a matrix are 1, 2, ...: dim 0 counts the matrices.
-        for stack_dim, dim in enumerate(first.dims.matrix, 1):
-            if first.spec[dim]:
-                split_dims[stack_dim] = first.spec[dim]
-        split_axes: set[str] = set().union(*first.spec)
+        for stack_dim, axes in enumerate(first.matrix_spec, 1):
+            if axes:
+                split_dims[stack_dim] = axes
         replicated_axes = []
-        for axis in self.axes:
-            if axis not in split_axes and self.mesh.shape[axis] > 1:
+        for axis in self._keep_long_axes(self.axes):
+            if axis not in itertools.chain(*first.spec):
                 replicated_axes.append(axis)
         return _Group(tuple(members), self.mesh.shape, split_dims, tuple(replicated_axes))
+
+    def _keep_long_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes that have several devices."""
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
 
 class _Group(NamedTuple):
@@ -141,21 +158,23 @@ class _Group(NamedTuple):
     def orthogonalize(self, shards: Sequence[jax.Array], iterations: dict[str, Any]) -> list[jax.Array]:
         """The results for the shards of the leaves, in their layout."""
         stacks = []
+        ends = []  # of the matrices of each leaf, among those of all leaves
+        count = 0
         for shard, member in zip(shards, self.members, strict=True):
-            stacks.append(_stack(shard, member.dims))
-        x = jnp.concatenate(stacks)
-        count = x.shape[0]
-        x = self._send_to_owners(x)
-        shape_of_shards = x.shape
+            stack = _stack(shard, member.dims)
+            count += stack.shape[0]
+            stacks.append(stack)
+            ends.append(count)
+
+        x = self._send_to_owners(jnp.concatenate(stacks))
+        owner_shape = x.shape
         # A padded matrix may be taller than wide where the matrix itself is not, which optax would transpose.
         first = self.members[0]
-        x = _cut(x, (x.shape[0], *(first.shape[dim] for dim in first.dims.matrix)))
+        x = _remove_padding(x, (x.shape[0], *first.matrix_shape))
         x = _iterate(x, len(first.dims.rows), iterations)
-        x = pad_to(x, shape_of_shards)
-        x = self._send_back(x)
+        x = self._send_back(pad_to(x, owner_shape))
 
-        ends = np.cumsum([stack.shape[0] for stack in stacks])[:-1]
-        pieces = jnp.split(x[:count], ends)
+        pieces = jnp.split(x[:count], ends[:-1])
         results = []
         for piece, shard, member in zip(pieces, shards, self.members, strict=True):
             results.append(_unstack(piece, shard.shape, member.dims))
@@ -167,11 +186,13 @@ class _Group(NamedTuple):
         owners = replicas
         for axes in self.split_dims.values():
             owners *= self._count_devices(axes)
-        x = jnp.pad(x, [(0, -x.shape[0] % owners), *[(0, 0)] * (x.ndim - 1)])
+        count = math.ceil(x.shape[0] / owners) * owners
+        x = pad_to(x, (count, *x.shape[1:]))
         if self.replicated_axes:
             # Devices that have the same pieces take different matrices. Nothing is sent: each has all of them.
-            size = x.shape[0] // replicas
-            x = lax.dynamic_slice_in_dim(x, axis_index(self.replicated_axes) * size, size)
+            matrices = count // replicas
+            first = axis_index(self.replicated_axes) * matrices
+            x = lax.dynamic_slice_in_dim(x, first, matrices)
         # Whole matrices come together here, and only here: a device gives away its piece of each matrix that is not its
         # own, and gets the other pieces of its own, over one split dim after the other. An all_gather would bring every
         # matrix to every device, n times the bytes, and all of them would compute the same. Dealing gradients, before
@@ -210,13 +231,9 @@ def _iterate(x: jax.Array, row_dims: int, iterations: dict[str, Any]) -> jax.Arr
     return x
 
 
-def _pad(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """With zeros where a dim does not divide: rows and columns of zeros change nothing in the others."""
-    return pad_to(x, padded_shape(x.shape, spec, mesh))
-
-
-def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    return x[tuple(slice(size) for size in shape)]
+def _remove_padding(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The first part of an array, of this shape."""
+    return x[tuple(map(slice, shape))]
 
 
 def _stack(x: jax.Array, dims: MatrixDims) -> jax.Array:
@@ -232,5 +249,5 @@ def _stack(x: jax.Array, dims: MatrixDims) -> jax.Array:
 def _unstack(x: jax.Array, shape: Sequence[int], dims: MatrixDims) -> jax.Array:
     """The inverse of `_stack`, for a leaf of this shape."""
     x = x.reshape([shape[dim] for dim in dims.stack_order])
-    inverse = [dims.stack_order.index(dim) for dim in range(len(shape))]
-    return x.transpose(inverse)
+    inverse_order = np.argsort(dims.stack_order)
+    return x.transpose(inverse_order)

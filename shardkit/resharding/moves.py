@@ -6,7 +6,6 @@ The program runs the steps of a redistribution inside shard_map.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,7 +21,17 @@ from shardkit.meshes.layout import canonical, check_spec, local_shape, local_sha
 from shardkit.on_device.cuts import take_part
 from shardkit.plans.storage import Storage, is_padded, pad_to, padded_shape, stored_array, stored_shape
 from shardkit.resharding.redistribution import MoveStep, Redistribution, find_permutation, find_redistribution
-from shardkit.resharding.views import DimAxes, count_parts, divide_shape, divides, joint_index
+from shardkit.resharding.views import (
+    Axes,
+    DimAxes,
+    Parts,
+    Sizes,
+    count_parts,
+    divide_shape,
+    divides,
+    find_joint_index,
+    name_parts,
+)
 
 
 class Leg(NamedTuple):
@@ -67,7 +76,7 @@ class Move(NamedTuple):
     @property
     def sent(self) -> int:
         """Bytes that each device sends."""
-        return sum(leg.route.sent for leg in self.legs) * self.dtype.itemsize
+        return _count_sent(self.legs) * self.dtype.itemsize
 
     @property
     def peak(self) -> int:
@@ -114,7 +123,14 @@ class LeafStorage(NamedTuple):
     by_plan: bool
 
 
-def make_move(where: str, path: str, x: Any, before: LeafStorage, after: LeafStorage, mesh: Any) -> Move:
+def make_move(
+    where: str,
+    path: str,
+    x: Any,
+    before: LeafStorage,
+    after: LeafStorage,
+    mesh: Any,
+) -> Move:
     """The steps of one leaf; the padding of either layout counts."""
     if before.storage.rows != after.storage.rows:
         raise ValueError(
@@ -135,7 +151,7 @@ def make_move(where: str, path: str, x: Any, before: LeafStorage, after: LeafSto
     if len(legs) == 1:
         least = legs[0].route.least
     else:
-        least = _least_received(original, source, target, mesh)
+        least = _count_least_received(original, source, target, mesh)
     return Move(path, dtype, legs, least * dtype.itemsize)
 
 
@@ -145,8 +161,20 @@ class _Form(NamedTuple):
     spec: PartitionSpec
     shape: tuple[int, ...]
 
+    @property
+    def layout(self) -> DimAxes:
+        """For each dim the axes that split it."""
+        axes = spec_axes(self.spec)
+        return (*axes, *[()] * (len(self.shape) - len(axes)))
 
-def _check_form(where: str, x: Any, original: tuple[int, ...], leaf: LeafStorage, mesh: Any) -> _Form:
+
+def _check_form(
+    where: str,
+    x: Any,
+    original: tuple[int, ...],
+    leaf: LeafStorage,
+    mesh: Any,
+) -> _Form:
     """The form of a leaf; refuses a spec that the mesh or the shape does not allow."""
     spec = leaf.storage.spec
     check_spec(where, spec, mesh, len(original))
@@ -163,61 +191,63 @@ def _find_legs(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any
     ends in the next. A redistribution moves whole shards, so such a dim is first made whole, by a gather or by moving
     its axes to another dim.
     """
-    source = _split_of(before.spec, len(original))
-    target = _split_of(after.spec, len(original))
-    apart = []
+    dims_to_join = []
     for dim in range(len(original)):
-        both_split = count_parts(source[dim], mesh.shape) > 1 and count_parts(target[dim], mesh.shape) > 1
+        parts_before = count_parts(before.layout[dim], mesh.shape)
+        parts_after = count_parts(after.layout[dim], mesh.shape)
+        both_split = parts_before > 1 and parts_after > 1
         if both_split and before.shape[dim] != after.shape[dim]:
-            apart.append(dim)
-    if not apart:
+            dims_to_join.append(dim)
+    if not dims_to_join:
         return (_make_leg(before, after, mesh),)
-    best: tuple[Leg, ...] = ()
-    for between in _forms_between(original, before, apart, mesh):
+    routes = []
+    for between in _find_forms_between(original, before, dims_to_join, mesh):
         legs = (_make_leg(before, between, mesh), _make_leg(between, after, mesh))
-        if not best or _elements_sent(legs) < _elements_sent(best):
-            best = legs
-    return best
+        routes.append(legs)
+    return min(routes, key=_count_sent)
 
 
-def _forms_between(original: tuple[int, ...], before: _Form, apart: Sequence[int], mesh: Any) -> Iterator[_Form]:
-    """Forms in which the dims `apart` are whole: each dim's axes are gathered, or split another dim instead.
+def _find_forms_between(
+    original: tuple[int, ...], before: _Form, dims_to_join: Sequence[int], mesh: Any
+) -> Iterator[_Form]:
+    """Forms in which these dims are whole: the axes of each are gathered, or split another dim instead.
 
-    Worked example: 6x4 from P("data") to P("model"), both of 4 devices, padded to 8 rows in one and to 12 in the other.
-    Dim 0 is apart. Its axis "data" may be gathered, P(), or split dim 1 instead, P(None, "data"): 6x1 on each device.
+    Worked example: 6x4 from P("data") of 4 devices to P("model") of 5, padded to 8 rows in one and to 10 in the other.
+    Dim 0 must be joined. Its axis "data" may be gathered, P(), or split dim 1 instead, P(None, "data"): 6x1 on each
+    device.
     """
-    source = _split_of(before.spec, len(original))
     shape = list(before.shape)
-    source_without_apart = list(source)
+    remaining_layout = list(before.layout)
     destinations: list[int | None] = [None]  # gathered
-    for dim in range(len(original)):
-        if dim in apart:
-            shape[dim] = original[dim]
-            source_without_apart[dim] = ()
+    for dim, size in enumerate(original):
+        if dim in dims_to_join:
+            shape[dim] = size
+            remaining_layout[dim] = ()
         else:
             destinations.append(dim)
-    for choice in itertools.product(destinations, repeat=len(apart)):
-        split = list(source_without_apart)
-        for dim, destination in zip(apart, choice, strict=True):
+    for choice in itertools.product(destinations, repeat=len(dims_to_join)):
+        layout = list(remaining_layout)
+        for dim, destination in zip(dims_to_join, choice, strict=True):
             if destination is not None:
-                split[destination] = (*split[destination], *source[dim])
-        if divides(shape, split, mesh.shape):
-            yield _Form(canonical(PartitionSpec(*split)), tuple(shape))
+                layout[destination] += before.layout[dim]
+        if divides(shape, layout, mesh.shape):
+            yield _Form(canonical(PartitionSpec(*layout)), tuple(shape))
 
 
-def _elements_sent(legs: Sequence[Leg]) -> int:
+def _count_sent(legs: Sequence[Leg]) -> int:
+    """The elements that a device sends."""
     return sum(leg.route.sent for leg in legs)
 
 
 def _make_leg(before: _Form, after: _Form, mesh: Any) -> Leg:
+    # With the padding of both: each dim is padded alike in both forms, or split in one of them alone.
     shape = tuple(map(max, before.shape, after.shape))
-    source = _split_of(before.spec, len(shape))
-    target = _split_of(after.spec, len(shape))
-    route = find_redistribution(shape, source, target, tuple(mesh.shape.items()))
+    axes = tuple(mesh.shape.items())
+    route = find_redistribution(shape, before.layout, after.layout, axes)
     return Leg(shape, before.spec, after.spec, route, after.shape)
 
 
-def _least_received(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any) -> int:
+def _count_least_received(original: tuple[int, ...], before: _Form, after: _Form, mesh: Any) -> int:
     """The most elements that a device must receive, if the two layouts cut a dim at different places.
 
     Of 8 columns, over 6 devices and then over 2: the second device of the 2 gets columns 4 to 8 and, as the second of
@@ -237,18 +267,19 @@ def _least_received(original: tuple[int, ...], before: _Form, after: _Form, mesh
     return most
 
 
-def _find_range(dim: int, form: _Form, size: int, device: Mapping[str, int], mesh: Any) -> tuple[int, int]:
+def _find_range(
+    dim: int,
+    form: _Form,
+    size: int,
+    device: Mapping[str, int],
+    mesh: Any,
+) -> tuple[int, int]:
     """The part of a dim, without padding, that a device holds."""
-    axes = _split_of(form.spec, dim + 1)[dim]
-    index = joint_index(axes, device, mesh.shape)
+    axes = form.layout[dim]
+    index = find_joint_index(axes, device, mesh.shape)
     length = form.shape[dim] // count_parts(axes, mesh.shape)
-    return min(size, index * length), min(size, (index + 1) * length)
-
-
-def _split_of(spec: PartitionSpec, ndim: int) -> DimAxes:
-    """For each dim the axes that split it."""
-    axes = spec_axes(spec)
-    return (*axes, *[()] * (ndim - len(axes)))
+    start = index * length
+    return min(size, start), min(size, start + length)
 
 
 @lru_cache(maxsize=1024)
@@ -268,19 +299,20 @@ def make_program(mesh: Any, leg: Leg, piece: int) -> Any:
         unpadded = local_shape(leg.stored, leg.target, mesh)
         return x[tuple(map(slice, unpadded))]
 
-    on_mesh = jax.shard_map(run_leg, mesh=refine_mesh(mesh, parts), in_specs=source, out_specs=target)
+    finer_mesh = refine_mesh(mesh, parts)
+    on_mesh = jax.shard_map(run_leg, mesh=finer_mesh, in_specs=source, out_specs=target)
     return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, leg.target))
 
 
-def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> PartitionSpec:
+def _refine_spec(spec: PartitionSpec, mesh: Any, parts: Parts) -> PartitionSpec:
     """The spec over the parts of axes, without axes of size 1, over which an array would have to be gathered."""
     entries = []
     for axes in spec_axes(spec):
-        names: list[str] = []
+        entry: Axes = ()
         for axis in axes:
             if mesh.shape[axis] > 1:
-                names += part_names(axis, parts)
-        entries.append(tuple(names))
+                entry += name_parts(axis, parts)
+        entries.append(entry)
     return PartitionSpec(*entries)
 
 
@@ -288,9 +320,10 @@ def run_steps(x: jax.Array, route: Redistribution, varying_axes: tuple[str, ...]
     """Runs all steps. A large array is moved in pieces along a dim that no step touches, so that less is in memory."""
     sizes = dict(route.axes)
     x = x.reshape(divide_shape(route.shape, route.source, sizes))
-    last = route.steps[-1].after if route.steps else route.source
-    shape = divide_shape(route.shape, last, sizes)
-    if not x.size or not route.steps:  # jax refuses to send empty arrays
+    if not route.steps:
+        return vary(x, varying_axes)
+    shape = divide_shape(route.shape, route.steps[-1].after, sizes)
+    if not x.size:  # jax refuses to send empty arrays
         return vary(x.reshape(shape), varying_axes)
 
     def run_all(x: jax.Array) -> jax.Array:
@@ -306,10 +339,11 @@ def run_steps(x: jax.Array, route: Redistribution, varying_axes: tuple[str, ...]
     rows = x.shape[dim] // count
 
     def move_piece(number: jax.Array, out: jax.Array) -> jax.Array:
-        moved = run_all(lax.dynamic_slice_in_dim(x, number * rows, rows, dim))
-        return lax.dynamic_update_slice_in_dim(out, moved, number * rows, dim)
+        result = run_all(lax.dynamic_slice_in_dim(x, number * rows, rows, dim))
+        return lax.dynamic_update_slice_in_dim(out, result, number * rows, dim)
 
-    return lax.fori_loop(0, count, move_piece, vary(jnp.zeros(shape, x.dtype), varying_axes))
+    empty = vary(jnp.zeros(shape, x.dtype), varying_axes)
+    return lax.fori_loop(0, count, move_piece, empty)
 
 
 def _count_pieces(length: int, elements: int, piece: int) -> int:
@@ -320,30 +354,30 @@ def _count_pieces(length: int, elements: int, piece: int) -> int:
     return length
 
 
-def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _slice(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     # Nothing is sent: a device has the part that it keeps.
-    for dim, axes in enumerate(step.added_axes()):
+    for dim, axes in enumerate(step.find_added_axes()):
         if axes:
             x = take_part(x, axes, dim=dim)
     return x
 
 
-def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _gather(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     # Replicated, because the result leaves shard_map whole along these axes, or is sliced along others. With a result
     # that is typed as varying, every device would have the right array, and shard_map would refuse it.
-    for dim, axes in enumerate(step.removed_axes()):
+    for dim, axes in enumerate(step.find_removed_axes()):
         if axes:
             x = all_gather(x, axes, dim=dim, replicated=True)
     return x
 
 
-def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _permute(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     # Shards change their devices in one step: a gather and a slice would send each shard to all devices.
     axes, pairs = find_permutation(step, sizes)
     return permute(x, axes, pairs)
 
 
-def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
+def _exchange(x: jax.Array, step: MoveStep, sizes: Sizes) -> jax.Array:
     """One all_to_all for all axes that move: a dim in front counts the receiving devices, and after it the senders.
 
     Worked example: from P("a", "b") with a=2 and b=3 to P("b", "a"), both at once, of a local [12, 12]. Dim 0 gets "b"
@@ -359,57 +393,52 @@ def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Arr
     | each axis in front of the dim that lost it | [a 2, 4, b 3, 6] |
     | as two dims | [8, 18] |
     """
-    added_axes = step.added_axes()
-    removed_axes = step.removed_axes()
+    added_axes = step.find_added_axes()
+    removed_axes = step.find_removed_axes()
     moving_axes = tuple(itertools.chain(*added_axes))
-    counts = [sizes[axis] for axis in moving_axes]
 
     # Each dim as (the devices along its added axes, what one of them gets), with the devices of all dims in front.
     shape: list[int] = []
     device_dims: list[int] = []
     piece_dims: list[int] = []
     for size, axes in zip(x.shape, added_axes, strict=True):
-        devices = [sizes[axis] for axis in axes]
-        device_dims += range(len(shape), len(shape) + len(devices))
-        piece_dims.append(len(shape) + len(devices))
-        shape += [*devices, size // math.prod(devices)]
+        for axis in axes:
+            device_dims.append(len(shape))
+            shape.append(sizes[axis])
+        piece_dims.append(len(shape))
+        shape.append(size // count_parts(axes, sizes))
     x = x.reshape(shape).transpose(*device_dims, *piece_dims)
+    devices = x.shape[: len(moving_axes)]
     piece = x.shape[len(moving_axes) :]
 
     # One collective, not one for each axis: a piece goes straight to its device. Axis by axis, it would be sent once
     # for each axis that moves.
     x = x.reshape(-1, *piece)
     x = all_to_all(x, moving_axes, split_dim=0, concat_dim=0)
-    x = x.reshape(*counts, *piece)
+    x = x.reshape(*devices, *piece)
 
     # The senders along the axes that a dim lost go in front of the dim.
     order: list[int] = []
-    merged = []
+    new_shape = []
     for dim, axes in enumerate(removed_axes):
-        order += [moving_axes.index(axis) for axis in axes]
+        for axis in axes:
+            order.append(moving_axes.index(axis))
         order.append(len(moving_axes) + dim)
-        merged.append(piece[dim] * math.prod(sizes[axis] for axis in axes))
-    return x.transpose(order).reshape(merged)
+        new_shape.append(piece[dim] * count_parts(axes, sizes))
+    return x.transpose(order).reshape(new_shape)
 
 
 _KINDS = {"slice": _slice, "all_to_all": _exchange, "ppermute": _permute, "all_gather": _gather}
 
 
-def part_names(axis: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The names of the parts of an axis; its own name if the axis is not split into parts."""
-    if axis not in parts:
-        return (axis,)
-    return tuple(f"{axis}.{part}" for part in range(len(parts[axis])))
-
-
-def refine_mesh(mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> Any:
+def refine_mesh(mesh: Any, parts: Parts) -> Any:
     """The same devices in the same order, with some axes split into parts."""
     if not parts:
         return mesh
     names: list[str] = []
     sizes: list[int] = []
     for axis in mesh.axis_names:
-        names += part_names(axis, parts)
+        names += name_parts(axis, parts)
         sizes += parts.get(axis, (mesh.shape[axis],))
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):

@@ -78,16 +78,16 @@ def reshard(
     mesh = mesh_in_context("reshard", mesh)
     at_least("reshard", 1, piece_bytes=piece_bytes)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
-    befores = _read_layouts("reshard", "source", source, tree, mesh)
-    afters = _read_layouts("reshard", "target", target, tree, mesh)
-    moves = _make_moves("reshard", tree, befores, afters, mesh)
+    source_storage = _read_layouts("reshard", "source", source, tree, mesh)
+    target_storage = _read_layouts("reshard", "target", target, tree, mesh)
+    moves = _make_moves("reshard", tree, source_storage, target_storage, mesh)
     for x, move in zip(leaves, moves, strict=True):
         _check_layout(stored_array(x), move, mesh)
     results = []
-    for x, move, after in zip(leaves, moves, afters, strict=True):
+    for x, move, target_leaf in zip(leaves, moves, target_storage, strict=True):
         array = _move_array(stored_array(x), move, mesh, piece_bytes, donate)
-        rows = after.storage.rows
-        sizes = padding(stored_shape(x.shape, rows), after.storage.spec, mesh)
+        rows = target_leaf.storage.rows
+        sizes = padding(stored_shape(x.shape, rows), target_leaf.storage.spec, mesh)
         results.append(wrap_stored(array, sizes, rows))
     return jax.tree.unflatten(structure, results)
 
@@ -115,22 +115,28 @@ def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh 
         24 bytes sent by each device; some device must receive 24
     """
     mesh = mesh_in_context("reshard_steps", mesh)
-    befores = _read_layouts("reshard_steps", "source", source, tree, mesh)
-    afters = _read_layouts("reshard_steps", "target", target, tree, mesh)
-    return Moves(_make_moves("reshard_steps", tree, befores, afters, mesh))
+    source_storage = _read_layouts("reshard_steps", "source", source, tree, mesh)
+    target_storage = _read_layouts("reshard_steps", "target", target, tree, mesh)
+    return Moves(_make_moves("reshard_steps", tree, source_storage, target_storage, mesh))
 
 
-def _read_layouts(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> list[LeafStorage]:
+def _read_layouts(
+    where: str,
+    name: str,
+    layouts: Layouts,
+    tree: Any,
+    mesh: Any,
+) -> list[LeafStorage]:
     """How each leaf of the tree is stored, from a plan or from layouts, of which one may be for a part of the tree."""
     if isinstance(layouts, Plan):
         if isinstance(tree, TrainState):
-            storage = state_storage(f"{where}: {name}", tree, mesh, layouts)
+            storage_tree = state_storage(f"{where}: {name}", tree, mesh, layouts)
         else:
-            storage = map_layouts(LeafLayout.at_rest, layouts.layouts(tree, mesh))
-        return [LeafStorage(form, by_plan=True) for form in jax.tree.leaves(storage)]
+            storage_tree = map_layouts(LeafLayout.at_rest, layouts.layouts(tree, mesh))
+        return [LeafStorage(storage, by_plan=True) for storage in jax.tree.leaves(storage_tree)]
 
-    def spread(layout: Any, part: Any) -> list[Any]:
-        return [layout] * len(_leaves(part))
+    def spread(layout: Any, subtree: Any) -> list[Any]:
+        return [layout] * len(_list_leaves(subtree))
 
     try:
         per_leaf = jax.tree.map(spread, layouts, tree, is_leaf=_is_layout)
@@ -139,14 +145,16 @@ def _read_layouts(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any)
             f"{where}: {name} must have the structure of the tree, or be a prefix of it; {error}. Pass one layout for "
             "all leaves, or one for each."
         ) from None
-    forms = []
-    for layout, x in zip(jax.tree.leaves(per_leaf, is_leaf=_is_layout), _leaves(tree), strict=True):
+    leaf_layouts = jax.tree.leaves(per_leaf, is_leaf=_is_layout)
+    leaf_storage = []
+    for layout, x in zip(leaf_layouts, _list_leaves(tree), strict=True):
         rows = x.rows if is_padded(x) else ()
-        forms.append(LeafStorage(Storage(_read_spec(where, name, layout, mesh), rows), by_plan=False))
-    return forms
+        spec = _read_spec(where, name, layout, mesh)
+        leaf_storage.append(LeafStorage(Storage(spec, rows), by_plan=False))
+    return leaf_storage
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _list_leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_padded)
 
 
@@ -172,7 +180,11 @@ def _read_spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
 
 
 def _make_moves(
-    where: str, tree: Any, befores: Sequence[LeafStorage], afters: Sequence[LeafStorage], mesh: Any
+    where: str,
+    tree: Any,
+    source_storage: Sequence[LeafStorage],
+    target_storage: Sequence[LeafStorage],
+    mesh: Any,
 ) -> tuple[Move, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     for path, x in leaves:
@@ -182,9 +194,10 @@ def _make_moves(
                 "take it out of the tree."
             )
     moves = []
-    for (path, x), before, after in zip(leaves, befores, afters, strict=True):
+    for (path, x), before, after in zip(leaves, source_storage, target_storage, strict=True):
         name = path_name(path)
-        moves.append(make_move(f"{where}: leaf {name}", name, x, before, after, mesh))
+        move = make_move(f"{where}: leaf {name}", name, x, before, after, mesh)
+        moves.append(move)
     return tuple(moves)
 
 
@@ -207,10 +220,12 @@ def _check_layout(x: Any, move: Move, mesh: Mesh) -> None:
 def _move_array(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
     if move.stays:
         return x
+    piece = piece_bytes // move.dtype.itemsize
     for number, leg in enumerate(move.legs):
-        before = x
-        x = make_program(mesh, leg, piece_bytes // move.dtype.itemsize)(before)
-        ours = donate or number > 0  # what an earlier leg made is nobody else's
-        if ours and not isinstance(before, jax.core.Tracer):
-            before.delete()
+        run_leg = make_program(mesh, leg, piece)
+        result = run_leg(x)
+        may_delete = donate or number > 0  # the array between two legs is nobody else's
+        if may_delete and not isinstance(x, jax.core.Tracer):
+            x.delete()
+        x = result
     return x

@@ -20,6 +20,8 @@ Cuts = Literal["last", "none", "all"]
 Axes = tuple[str, ...]
 DimAxes = tuple[Axes, ...]
 Shape = tuple[int, ...]
+Sizes = Mapping[str, int]  # of axes: how many devices
+Parts = Mapping[str, Shape]  # of axes: the sizes of the parts of each
 
 
 class View(NamedTuple):
@@ -29,47 +31,46 @@ class View(NamedTuple):
     dims: Shape  # for each dim of the view the dim of the array that it is a part of
     source: DimAxes
     target: DimAxes
-    sizes: Mapping[str, int]  # of each axis, or of its parts
-    parts: Mapping[str, Shape]  # the sizes of the parts of every axis that has several
+    sizes: Sizes  # of each axis, or of its parts
+    parts: Parts  # of every axis that has several
+
+    def count_elements(self, layout: DimAxes) -> int:
+        """The elements of a shard."""
+        return math.prod(divide_shape(self.shape, layout, self.sizes))
 
 
-def common_prefix(a: Axes, b: Axes) -> Axes:
+def find_common_prefix(a: Axes, b: Axes) -> Axes:
     """The axes with which both begin."""
-    count = 0
-    for ours, theirs in zip(a, b, strict=False):
-        if ours != theirs:
+    prefix = []
+    for axis, other_axis in zip(a, b, strict=False):
+        if axis != other_axis:
             break
-        count += 1
-    return a[:count]
+        prefix.append(axis)
+    return tuple(prefix)
 
 
-def count_parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def count_parts(axes: Sequence[str], sizes: Sizes) -> int:
     """Into how many parts these axes split a dim."""
     return math.prod(sizes[axis] for axis in axes)
 
 
-def divides(shape: Sequence[int], split: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> bool:
+def divides(shape: Sequence[int], dim_axes: Sequence[Sequence[str]], sizes: Sizes) -> bool:
     """Whether each dim divides into the parts of its axes."""
-    for size, axes in zip(shape, split, strict=True):
+    for size, axes in zip(shape, dim_axes, strict=True):
         if size % count_parts(axes, sizes):
             return False
     return True
 
 
-def divide_shape(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
+def divide_shape(shape: Shape, layout: DimAxes, sizes: Sizes) -> Shape:
     """The shape of a shard."""
-    local_sizes = []
-    for size, axes in zip(shape, split, strict=True):
-        local_sizes.append(size // count_parts(axes, sizes))
-    return tuple(local_sizes)
+    shard_shape = []
+    for size, axes in zip(shape, layout, strict=True):
+        shard_shape.append(size // count_parts(axes, sizes))
+    return tuple(shard_shape)
 
 
-def count_elements(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
-    """The elements of a shard."""
-    return math.prod(divide_shape(shape, split, sizes))
-
-
-def joint_index(axes: Axes, device: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def find_joint_index(axes: Axes, device: Mapping[str, int], sizes: Sizes) -> int:
     """The index of a device along several axes, the first one major; `device` has its coordinates."""
     index = 0
     for axis in axes:
@@ -86,7 +87,7 @@ class _Span(NamedTuple):
     end: int  # and with it
 
 
-def _find_spans(axes: Axes, parts: Mapping[str, Shape]) -> list[_Span]:
+def _find_spans(axes: Axes, parts: Parts) -> list[_Span]:
     """The parts of the axes of a dim, major to minor. Of x=4 as (2, 2) and y=3: x.0 1-2, x.1 2-4, y 4-12."""
     spans = []
     start = 1
@@ -97,31 +98,38 @@ def _find_spans(axes: Axes, parts: Mapping[str, Shape]) -> list[_Span]:
     return spans
 
 
-def refine_axes(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+def refine_axes(source: DimAxes, target: DimAxes, parts: Parts) -> Parts:
     """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other.
 
     Of a dim that x=2 splits in the source, and y=4 in the target: x ends after 2, inside y. So y has the parts (2, 2).
     Its major part splits the dim as x does, and may trade places with it by a ppermute of whole shards.
     """
-    for pair in zip(source, target, strict=True):
-        for ours, theirs in (pair, pair[::-1]):
-            ends = {span.end for span in _find_spans(ours, parts)}
-            for span in _find_spans(theirs, parts):
-                for cut in ends:
-                    inside = span.start < cut < span.end
-                    if inside and cut % span.start == 0 and span.end % cut == 0:
-                        sizes = parts[span.axis]
-                        finer = (
-                            *sizes[: span.part],
-                            cut // span.start,
-                            span.end // cut,
-                            *sizes[span.part + 1 :],
-                        )
-                        return refine_axes(source, target, {**parts, span.axis: finer})
+    # An axis that is cut in one dim may end a part inside an axis of another dim, so all dims are asked again.
+    while True:
+        finer_parts = parts
+        for source_axes, target_axes in zip(source, target, strict=True):
+            finer_parts = _cut_at_ends(target_axes, source_axes, finer_parts)
+            finer_parts = _cut_at_ends(source_axes, target_axes, finer_parts)
+        if finer_parts == parts:
+            return parts
+        parts = finer_parts
+
+
+def _cut_at_ends(axes: Axes, other_axes: Axes, parts: Parts) -> Parts:
+    """The parts of axes, after those of `axes` are cut where one of `other_axes` ends a part of the same dim."""
+    for end in _find_ends(_find_spans(other_axes, parts)):
+        for span in _find_spans(axes, parts):
+            is_inside = span.start < end < span.end
+            if is_inside and end % span.start == 0 and span.end % end == 0:
+                sizes = parts[span.axis]
+                major_sizes = sizes[: span.part]
+                minor_sizes = sizes[span.part + 1 :]
+                finer_sizes = (*major_sizes, end // span.start, span.end // end, *minor_sizes)
+                parts = {**parts, span.axis: finer_sizes}
     return parts
 
 
-def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cuts: Cuts) -> View:
+def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Parts, cuts: Cuts) -> View:
     """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
 
     `cuts` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
@@ -143,26 +151,35 @@ def make_view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str
         elif cuts == "last":
             starts = sorted({1, starts[-1]})
         for start, end in itertools.pairwise([*starts, size]):
-            if end // start == 1:
+            view_size = end // start
+            if view_size == 1:
                 continue
-            view_shape.append(end // start)
+            view_shape.append(view_size)
             dims.append(dim)
-            view_source.append(_name_parts(source_spans, start, end, parts))
-            view_target.append(_name_parts(target_spans, start, end, parts))
-    sizes = {}
-    split_axes = {}  # the axes that are split into parts
+            view_source.append(_select_parts(source_spans, start, end, parts))
+            view_target.append(_select_parts(target_spans, start, end, parts))
+    sizes: dict[str, int] = {}
+    parts_by_axis = {}
     for axis, part_sizes in parts.items():
-        for part, size in enumerate(part_sizes):
-            sizes[name_part(axis, part, parts)] = size
+        sizes.update(zip(name_parts(axis, parts), part_sizes, strict=True))
         if len(part_sizes) > 1:
-            split_axes[axis] = part_sizes
-    return View(tuple(view_shape), tuple(dims), tuple(view_source), tuple(view_target), sizes, split_axes)
+            parts_by_axis[axis] = part_sizes
+    return View(
+        shape=tuple(view_shape),
+        dims=tuple(dims),
+        source=tuple(view_source),
+        target=tuple(view_target),
+        sizes=sizes,
+        parts=parts_by_axis,
+    )
 
 
 def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> list[int]:
     """Into how many a dim is split where both layouts end a part of it, or have ended, in rising order."""
-    source_ends = [1, *(span.end for span in source_spans)]
-    target_ends = [1, *(span.end for span in target_spans)]
+    # Worked example: 12 rows over x=2 and y=3, from (x, y) to (x,). The source ends parts at 2 and 6, the target at 2.
+    # Both end one at 2. At 6 the target has ended, and 2 divides 6: the cuts are 1, 2 and 6.
+    source_ends = [1, *_find_ends(source_spans)]
+    target_ends = [1, *_find_ends(target_spans)]
     cuts = []
     for cut in sorted({*source_ends, *target_ends}):
         in_source = cut in source_ends or cut % source_ends[-1] == 0
@@ -172,15 +189,22 @@ def _find_cuts(source_spans: Sequence[_Span], target_spans: Sequence[_Span]) -> 
     return cuts
 
 
-def _name_parts(spans: Sequence[_Span], start: int, end: int, parts: Mapping[str, Shape]) -> Axes:
+def _find_ends(spans: Sequence[_Span]) -> list[int]:
+    return [span.end for span in spans]
+
+
+def _select_parts(spans: Sequence[_Span], start: int, end: int, parts: Parts) -> Axes:
     """The names of the parts of axes that split a dim between two cuts."""
     names = []
     for span in spans:
         if start <= span.start < end:
-            names.append(name_part(span.axis, span.part, parts))
+            names.append(name_parts(span.axis, parts)[span.part])
     return tuple(names)
 
 
-def name_part(axis: str, part: int, parts: Mapping[str, Shape]) -> str:
-    """The name of a part of an axis; of an axis that is not split into parts its own."""
-    return axis if len(parts[axis]) == 1 else f"{axis}.{part}"
+def name_parts(axis: str, parts: Parts) -> Axes:
+    """The names of the parts of an axis; its own name if the axis is not split into parts."""
+    count = len(parts.get(axis, ()))
+    if count < 2:
+        return (axis,)
+    return tuple(f"{axis}.{part}" for part in range(count))

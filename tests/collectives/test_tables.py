@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import tables
 from shardkit.analysis import census
-from shardkit.collectives.tables.messages import split_into_matchings
+from shardkit.collectives.tables.messages import find_matchings
 from support.refusals import raises, refused, value_error
 from support.tiers import DEEP
 
@@ -209,7 +209,7 @@ def test_ppermutes_are_as_few_as_the_busiest_device_has_messages():
     for _ in range(200):
         n = draw.randrange(2, 9)
         pairs = [pair for pair in product(range(n), repeat=2) if pair[0] != pair[1] and draw.random() < 0.4]
-        parts = split_into_matchings(pairs, n)
+        parts = find_matchings(pairs, n)
         assert sorted(pair for part in parts for pair in part) == sorted(pairs)
         for part in parts:
             assert len({a for a, _ in part}) == len({b for _, b in part}) == len(part)

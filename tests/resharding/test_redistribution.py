@@ -47,7 +47,7 @@ def taken(step, held, sizes):
             return tuple((dict(at) | dict(zip(axes, map(int, there), strict=True))).items())
 
         return {at: held[sender(at)] for at in everywhere}
-    leaving, arriving = step.removed_axes(), step.added_axes()
+    leaving, arriving = step.find_removed_axes(), step.find_added_axes()
     moved = {axis for axes in leaving for axis in axes}
     out = {}
     for at in everywhere:

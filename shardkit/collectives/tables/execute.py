@@ -21,6 +21,7 @@ from jax import lax
 
 from shardkit._arguments.checks import name_axes
 from shardkit._jax import compat
+from shardkit.collectives._parts import join_parts, stack_parts
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, varies, vary
 from shardkit.collectives.permute import permute
@@ -29,7 +30,8 @@ from shardkit.collectives.tables.messages import Message, are_consecutive
 from shardkit.collectives.tables.table import Op, SendTable
 
 _Names = tuple[str, ...]
-_Rows = tuple[jax.Array, jax.Array]  # of a message on this device: the rows that it sends, and the rows that it stores
+# Of a message on this device: the rows that it sends, and the rows that it stores.
+_Rows = tuple[jax.Array, jax.Array]
 
 
 def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
@@ -42,28 +44,34 @@ def check_table(where: str, table: SendTable, op: Op, names: _Names) -> None:
     table.check()
 
 
-def all_gather(piece: jax.Array, names: _Names, dim: int, replicated: bool, table: SendTable) -> jax.Array:
+def all_gather(
+    piece: jax.Array,
+    names: _Names,
+    dim: int,
+    replicated: bool,
+    table: SendTable,
+) -> jax.Array:
     """Gathers one array along `dim`."""
+    kernel = _all_gather
     # The mesh is asked, and not the array's type: without check_vma no type says over which axes an array varies.
-    casts = replicated and compat.tracked_axes().issuperset(names)
-    kernel = _replicated_all_gather if casts else _all_gather
+    if replicated and compat.tracked_axes().issuperset(names):
+        kernel = _all_gather_replicated
     pieces = kernel(vary(piece, names), names, table)
-    size = table.devices * piece.shape[dim]
-    return jnp.moveaxis(pieces, 0, dim).reshape(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
+    return join_parts(pieces, dim)
 
 
 def reduce_scatter(x: jax.Array, names: _Names, dim: int, table: SendTable) -> jax.Array:
     """Sums one array over the devices, and scatters the sum along `dim`."""
-    # Of 4 devices and dim 1, [3, 8, 5] becomes [3, 4, 2, 5] and then [4, 3, 2, 5]: for each device its piece.
-    pieces = x.reshape(*x.shape[:dim], table.devices, x.shape[dim] // table.devices, *x.shape[dim + 1 :])
-    return _reduce_scatter(jnp.moveaxis(vary(pieces, names), dim, 0), names, table)
+    pieces = stack_parts(vary(x, names), dim, table.devices)
+    return _reduce_scatter(pieces, names, table)
 
 
 def all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """Sums one array over the devices; the result is typed as invariant."""
     x = vary(x, names)
-    kernel = _replicated_all_reduce if varies(x, names) else _all_reduce
-    return kernel(x, names, table)
+    if varies(x, names):
+        return _all_reduce_replicated(x, names, table)
+    return _all_reduce(x, names, table)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -71,9 +79,11 @@ def _all_gather(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[...] -> [n, ...]`"""
     n = table.devices
     chunks_of_piece = table.chunks // n
-    chunks = _split_into_chunks(piece, chunks_of_piece)
-    buffer = typed_zeros(chunks, shape=(table.chunks + _count_scratch_rows(table), *chunks.shape[1:]))
-    buffer = lax.dynamic_update_slice_in_dim(buffer, chunks, axis_index(names) * chunks_of_piece, 0)
+    chunks = _make_chunks(piece, chunks_of_piece)
+    rows = table.chunks + _count_scratch_rows(table)
+    buffer = typed_zeros(chunks, shape=(rows, *chunks.shape[1:]))
+    first_chunk = axis_index(names) * chunks_of_piece
+    buffer = lax.dynamic_update_slice_in_dim(buffer, chunks, first_chunk, 0)
     buffer = run_steps(buffer, names, table)
     pieces = buffer[: table.chunks].reshape(n, chunks_of_piece, *chunks.shape[1:])
     return _join_chunks(pieces, piece.shape)
@@ -84,16 +94,19 @@ def _reduce_scatter(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """`[n, ...] -> [...]`"""
     chunks_of_piece = table.chunks // table.devices
     # [n, ...] to [n, chunks of a piece, ...]: each piece is padded by itself, so that no chunk has elements of two.
-    chunks = jax.vmap(partial(_split_into_chunks, count=chunks_of_piece))(x)
+    make_chunks = jax.vmap(partial(_make_chunks, count=chunks_of_piece))
+    chunks = make_chunks(x)
     buffer = _append_scratch_rows(chunks.reshape(table.chunks, *chunks.shape[2:]), table)
     buffer = run_steps(buffer, names, table)
     # Only this device's own chunks are complete sums; the others are what it has passed on.
-    sums = lax.dynamic_slice_in_dim(buffer, axis_index(names) * chunks_of_piece, chunks_of_piece)
+    first_chunk = axis_index(names) * chunks_of_piece
+    sums = lax.dynamic_slice_in_dim(buffer, first_chunk, chunks_of_piece)
     return _join_chunks(sums[None], x.shape[1:])[0]
 
 
 def _all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
-    buffer = _append_scratch_rows(_split_into_chunks(x.reshape(-1), table.chunks), table)
+    chunks = _make_chunks(x.reshape(-1), table.chunks)
+    buffer = _append_scratch_rows(chunks, table)
     buffer = run_steps(buffer, names, table)
     return _join_chunks(buffer[None, : table.chunks], x.shape)[0]
 
@@ -103,17 +116,18 @@ def _all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _replicated_all_gather(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
+def _all_gather_replicated(piece: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     return assume_replicated(_all_gather(piece, names, table), names)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _replicated_all_reduce(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
+def _all_reduce_replicated(x: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     return assume_replicated(_all_reduce(x, names, table), names)
 
 
 def _take_cotangent(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (lax.dynamic_index_in_dim(vary(cotangent, names), axis_index(names), 0, keepdims=False),)
+    cotangent = vary(cotangent, names)
+    return (lax.dynamic_index_in_dim(cotangent, axis_index(names), 0, keepdims=False),)
 
 
 def _copy_cotangent(names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -124,28 +138,36 @@ def _run_forward(kernel: Any, x: jax.Array, names: _Names, table: SendTable) -> 
     return kernel(x, names, table), None
 
 
-def _run_transpose(kernel: Any, names: _Names, table: SendTable, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _run_transpose(
+    kernel: Any,
+    names: _Names,
+    table: SendTable,
+    _: None,
+    cotangent: jax.Array,
+) -> tuple[jax.Array]:
     return (kernel(cotangent, names, table.transpose()),)
 
 
 _all_gather.defvjp(partial(_run_forward, _all_gather), partial(_run_transpose, _reduce_scatter))
 _reduce_scatter.defvjp(partial(_run_forward, _reduce_scatter), partial(_run_transpose, _all_gather))
-_replicated_all_gather.defvjp(partial(_run_forward, _replicated_all_gather), _take_cotangent)
-_replicated_all_reduce.defvjp(partial(_run_forward, _replicated_all_reduce), _copy_cotangent)
+_all_gather_replicated.defvjp(partial(_run_forward, _all_gather_replicated), _take_cotangent)
+_all_reduce_replicated.defvjp(partial(_run_forward, _all_reduce_replicated), _copy_cotangent)
 
 
-def _split_into_chunks(x: jax.Array, count: int) -> jax.Array:
+def _make_chunks(x: jax.Array, count: int) -> jax.Array:
     """`[...] -> [count, ...]`: flat, and padded where the chunks do not divide it; one chunk keeps its shape."""
     if count == 1:
         return x[None]
-    return jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
+    return flat.reshape(count, -1)
 
 
 def _join_chunks(chunks: jax.Array, shape: Sequence[int]) -> jax.Array:
     """`[n, chunks, ...] -> [n, *shape]`"""
     n = len(chunks)
-    size = math.prod(shape)
-    return chunks.reshape(n, -1)[:, :size].reshape(n, *shape)
+    flat = chunks.reshape(n, -1)
+    size = math.prod(shape)  # without padding
+    return flat[:, :size].reshape(n, *shape)
 
 
 def _count_scratch_rows(table: SendTable) -> int:
@@ -174,16 +196,17 @@ def run_steps(buffer: jax.Array, names: _Names, table: SendTable) -> jax.Array:
     """
     me = axis_index(names)
     nonempty_steps = [messages for messages in table.by_step if messages]
-    for _, run in groupby(nonempty_steps, key=_list_kinds):
-        steps = list(run)
+    for _, group in groupby(nonempty_steps, key=_list_kinds):
+        steps = list(group)
         rows = []
-        for number in range(len(steps[0])):  # of the messages of a step
-            sent_rows = _select_rows([step[number].sent_rows for step in steps], me)
-            stored_rows = _select_rows([step[number].stored_rows for step in steps], me)
+        for messages in zip(*steps, strict=True):  # of each step one: they differ in their rows alone
+            sent_rows = _select_rows([message.sent_rows for message in messages], me)
+            stored_rows = _select_rows([message.stored_rows for message in messages], me)
             rows.append((sent_rows, stored_rows))
         run_step = partial(_run_step, steps[0], names)
         if len(steps) == 1:
-            buffer, _ = run_step(buffer, jax.tree.map(lambda rows: rows[0], rows))
+            rows_of_step = jax.tree.map(lambda rows: rows[0], rows)
+            buffer, _ = run_step(buffer, rows_of_step)
         else:
             buffer, _ = lax.scan(run_step, buffer, rows)
     return buffer
@@ -215,9 +238,10 @@ def _run_step(
     arrivals = []
     for message, chunks in zip(messages, sent, strict=True):
         arrivals.append(permute(chunks, names, list(message.pairs)))
-    for message, chunks, (_, stored_rows) in zip(messages, arrivals, rows, strict=True):
+    for message, arrival, (_, stored_rows) in zip(messages, arrivals, rows, strict=True):
+        chunks = arrival
         if message.reduce:
-            chunks = _take_rows(buffer, stored_rows, message.stored_rows) + chunks
+            chunks = _take_rows(buffer, stored_rows, message.stored_rows) + arrival
         buffer = _store_rows(buffer, chunks, stored_rows, message.stored_rows)
     return buffer, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -51,28 +51,32 @@ def torus_links(sizes: Sequence[int], bandwidth: float = 1.0, *, wrap: bool = Tr
     """
     sizes = check_sizes("torus_links", sizes)
     [bandwidth] = checks.positive("torus_links", bandwidth=bandwidth)
-    devices = list(product(*map(range, sizes)))  # the coordinates of each
-    numbers = {coordinates: number for number, coordinates in enumerate(devices)}
+    numbers: dict[tuple[int, ...], int] = {}  # of the devices, by their coordinates
+    for coordinates in product(*map(range, sizes)):
+        numbers[coordinates] = len(numbers)
     links = {}
-    for number, coordinates in enumerate(devices):
-        for dim, size in enumerate(sizes):
-            if size == 1:
-                continue
-            for step in (-1, 1):
-                neighbor = list(coordinates)
-                neighbor[dim] += step
-                if not wrap and not 0 <= neighbor[dim] < size:
-                    continue
-                neighbor[dim] %= size
-                links[number, numbers[tuple(neighbor)]] = bandwidth
+    for coordinates, number in numbers.items():
+        for neighbor in _list_neighbors(coordinates, sizes, wrap):
+            links[number, numbers[neighbor]] = bandwidth
     return links
+
+
+def _list_neighbors(coordinates: tuple[int, ...], sizes: Sequence[int], wrap: bool) -> Iterator[tuple[int, ...]]:
+    """The coordinates of the devices one place away along each dim of a torus, or of a grid."""
+    for dim, size in enumerate(sizes):
+        if size == 1:
+            continue
+        for place in (coordinates[dim] - 1, coordinates[dim] + 1):
+            if wrap or 0 <= place < size:
+                yield (*coordinates[:dim], place % size, *coordinates[dim + 1 :])
 
 
 def check_sizes(where: str, sizes: Sequence[int]) -> tuple[int, ...]:
     """The sizes of a torus; refuses an empty sequence, and sizes below 1."""
     if not sizes:
         raise ValueError(f"{where}: sizes must have at least one dim; got {sizes!r}. Pass for example (4, 4).")
-    return checks.integers_from_one(where, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
+    sizes_by_name = {f"sizes[{i}]": size for i, size in enumerate(sizes)}
+    return checks.integers_from_one(where, **sizes_by_name)
 
 
 def time_steps(steps: Sequence[Sequence[Message]], links: Bandwidths, chunk_bytes: float, latency: float) -> LinkTimes:
@@ -163,12 +167,15 @@ def _find_route(links: Bandwidths, source: int, target: int) -> _Route:
     for _ in range(hops_to_target[source]):
         arrivals: defaultdict[int, float] = defaultdict(float)
         for device, amount in amounts.items():
-            nearer = []
+            nearer_devices = []
             for start, end in links:
-                if start == device and end in hops_to_target and hops_to_target[end] < hops_to_target[device]:
-                    nearer.append(end)
-            for end in nearer:
-                shares[device, end] += amount / len(nearer)
-                arrivals[end] += amount / len(nearer)
+                if start != device or end not in hops_to_target:
+                    continue
+                if hops_to_target[end] < hops_to_target[device]:
+                    nearer_devices.append(end)
+            share = amount / len(nearer_devices)
+            for end in nearer_devices:
+                shares[device, end] += share
+                arrivals[end] += share
         amounts = dict(arrivals)
     return _Route(hops_to_target[source], dict(shares))

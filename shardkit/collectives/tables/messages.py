@@ -28,8 +28,9 @@ class Send(NamedTuple):
     reduce: bool
 
     def __str__(self) -> str:
-        sign = "+" if self.reduce else ""
-        return f"{self.source}>{self.target} {sign}{self.chunk}"
+        if self.reduce:
+            return f"{self.source}>{self.target} +{self.chunk}"
+        return f"{self.source}>{self.target} {self.chunk}"
 
 
 class Message(NamedTuple):
@@ -56,7 +57,9 @@ class Message(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that messages of one loop share: all but the numbers of their chunks."""
-        return self.pairs, self.reduce, self.chunks, are_consecutive(self.sent_rows), are_consecutive(self.stored_rows)
+        sends_slice = are_consecutive(self.sent_rows)
+        stores_slice = are_consecutive(self.stored_rows)
+        return self.pairs, self.reduce, self.chunks, sends_slice, stores_slice
 
     @property
     def is_partial(self) -> bool:
@@ -66,7 +69,8 @@ class Message(NamedTuple):
 
 def are_consecutive(rows: np.ndarray) -> bool:
     """Whether each device's rows follow each other, so that they are one slice."""
-    return bool((rows == rows[:, :1] + np.arange(rows.shape[1])).all())
+    first_rows = rows[:, :1]
+    return bool((rows == first_rows + np.arange(rows.shape[1])).all())
 
 
 def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Message, ...]:
@@ -84,11 +88,11 @@ def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Messa
         key = (send.source, send.target), send.reduce
         chunks_of.setdefault(key, []).append(send.chunk)
     pairs_of: dict[tuple[bool, int], list[Pair]] = {}
-    for (pair, reduce), sent in chunks_of.items():
-        pairs_of.setdefault((reduce, len(sent)), []).append(pair)
+    for (pair, reduce), pair_chunks in chunks_of.items():
+        pairs_of.setdefault((reduce, len(pair_chunks)), []).append(pair)
     messages = []
     for (reduce, count), pairs in pairs_of.items():
-        for matching in split_into_matchings(pairs, devices):
+        for matching in find_matchings(pairs, devices):
             sent_rows = np.zeros((devices, count), np.int32)
             # Rows after the last chunk, unless something arrives: all devices store, and these rows are never read.
             stored_rows = np.tile(chunks + np.arange(count, dtype=np.int32), (devices, 1))
@@ -100,7 +104,7 @@ def group_sends(sends: Sequence[Send], devices: int, chunks: int) -> tuple[Messa
     return tuple(messages)
 
 
-def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair, ...]]:
+def find_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair, ...]]:
     """The pairs in as few parts as possible in which each device is a source once, and a target once.
 
     It is an edge coloring of a bipartite graph: sources on one side, targets on the other, and a part is a color. A new
@@ -112,8 +116,8 @@ def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair
 
     Source: König (1916): as many parts as the busiest device has pairs.
     """
-    target_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by source and part
-    source_of: list[dict[int, int]] = [{} for _ in range(devices)]  # by target and part
+    target_of: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by source and part
+    source_of: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by target and part
 
     def distance_first(pair: Pair) -> tuple[int, Pair]:
         source, target = pair
@@ -128,22 +132,22 @@ def split_into_matchings(pairs: Iterable[Pair], devices: int) -> list[tuple[Pair
         for path_source, path_target, part in path:
             del target_of[path_source][part]
             del source_of[path_target][part]
+        other_part = {free_at_source: free_at_target, free_at_target: free_at_source}
         for path_source, path_target, part in path:
-            other_part = free_at_target if part == free_at_source else free_at_source
-            target_of[path_source][other_part] = path_target
-            source_of[path_target][other_part] = path_source
+            target_of[path_source][other_part[part]] = path_target
+            source_of[path_target][other_part[part]] = path_source
         target_of[source][free_at_source] = target
         source_of[target][free_at_source] = source
     pairs_by_part: defaultdict[int, list[Pair]] = defaultdict(list)
-    for source, target_by_part in enumerate(target_of):
+    for source, target_by_part in sorted(target_of.items()):
         for part, target in target_by_part.items():
             pairs_by_part[part].append((source, target))
     return [tuple(pairs_by_part[part]) for part in sorted(pairs_by_part)]
 
 
 def _find_alternating_path(
-    target_of: Sequence[Mapping[int, int]],
-    source_of: Sequence[Mapping[int, int]],
+    target_of: Mapping[int, Mapping[int, int]],
+    source_of: Mapping[int, Mapping[int, int]],
     target: int,
     part: int,
     other_part: int,

@@ -32,6 +32,7 @@ _RESERVED_OPS = 4  # of a thread block, for its barriers
 _MOST_CHARACTERS = 2**26
 
 Json = dict[str, Any]
+_Pair = tuple[int, int]  # of two devices, or of a device and a chunk, place or barrier
 _NOP: Json = {"name": "nop"}  # ends when all threads of the block have come to it
 
 
@@ -43,13 +44,14 @@ def to_mscclpp(table: SendTable) -> str:
         ValueError: as `SendTable.check`, or more peers or steps than its executor has room for.
     """
     table.check()
+    gpus = [_describe_gpu(table, device) for device in range(table.devices)]
     plan = {
         "name": table.name,
         "collective": _COLLECTIVES[table.op],
         "protocol": "Simple",
         "inplace": True,
         "reuse_resources": False,
-        "gpus": [_describe_gpu(table, device) for device in range(table.devices)],
+        "gpus": gpus,
     }
     return json.dumps(plan, indent=1)
 
@@ -67,25 +69,37 @@ def to_mscclpp(table: SendTable) -> str:
 #     nop
 
 
-def _buffer_of(table: SendTable) -> str:
+def _name_buffer(table: SendTable) -> str:
     """The buffer that the table's chunks are in, in place: "o" for the output, "i" for the input."""
-    return "o" if table.op == "all_gather" else "i"
+    if table.op == "all_gather":
+        return "o"
+    return "i"
 
 
 def _describe_gpu(table: SendTable, device: int) -> Json:
     """The program of one device, with the buffers and channels that it needs."""
     peers = _list_peers(table, device)
-    steps = [_begin(peers), *_list_steps(table, device, peers)]
+    steps = [_list_first_ops(peers), *_list_steps(table, device, peers)]
     longest = max(map(len, steps))
     if len(peers) > _MOST_PEERS or longest > _MOST_OPS - _RESERVED_OPS:
         raise ValueError(
             f"{table.name}: a device of an MSCCL++ plan has {_MOST_PEERS} peers and {_MOST_OPS} ops at most; got "
             f"{len(peers)} and {longest} in a step. Write a table of fewer devices or chunks."
         )
-    gathers = table.op == "all_gather"
-    scatters = table.op == "reduce_scatter"
-    chunks_of_piece = table.chunks // table.devices
-    arrivals = sum(send.target == device for send in table.sends)
+
+    input_chunks = table.chunks
+    output_chunks = table.chunks
+    if table.op == "all_gather":
+        input_chunks = table.chunks // table.devices
+    if table.op == "reduce_scatter":
+        output_chunks = table.chunks // table.devices
+    target_buffer = "o"
+    scratch_chunks = 0
+    if table.op != "all_gather":  # a place for each chunk that arrives
+        target_buffer = "s"
+        for send in table.sends:
+            scratch_chunks += send.target == device
+
     block_channels = []
     block_buffers = []
     channels = []
@@ -95,18 +109,18 @@ def _describe_gpu(table: SendTable, device: int) -> Json:
         block_buffers = [{"access_channel_type": "memory", "remote_buffer_ids": numbers}]
         channels = [{"channel_type": "memory", "connected_to": peers}]
     blocks = []
-    for number, ops in enumerate(_split_into_blocks(table, steps)):
+    for number, ops in enumerate(_fill_blocks(table, steps)):
         block = {"id": number, "ops": ops, "channels": block_channels, "remote_buffer_refs": block_buffers}
         blocks.append(block)
     remote_buffers = []
     for peer in peers:
-        buffer = "o" if gathers else "s"
-        remote_buffers.append({"rank": peer, "type": buffer, "access_channel_types": ["memory"]})
+        remote_buffers.append({"rank": peer, "type": target_buffer, "access_channel_types": ["memory"]})
+
     return {
         "id": device,
-        "input_chunks": chunks_of_piece if gathers else table.chunks,
-        "output_chunks": chunks_of_piece if scatters else table.chunks,
-        "scratch_chunks": 0 if gathers else arrivals,
+        "input_chunks": input_chunks,
+        "output_chunks": output_chunks,
+        "scratch_chunks": scratch_chunks,
         "threadblocks": blocks,
         "channels": channels,
         "remote_buffers": remote_buffers,
@@ -124,7 +138,7 @@ def _list_peers(table: SendTable, device: int) -> list[int]:
     return sorted(peers)
 
 
-def _begin(peers: Sequence[int]) -> list[Json]:
+def _list_first_ops(peers: Sequence[int]) -> list[Json]:
     """The first ops: nobody writes into the memory of a device that has not begun."""
     if not peers:
         return [_NOP]
@@ -148,7 +162,7 @@ def _list_steps(table: SendTable, device: int, peers: Sequence[int]) -> Iterator
         for message in messages:
             for source, target in message.pairs:
                 place = used_places[target]
-                chunks = [int(chunk) for chunk in message.sent_rows[source]]
+                chunks = message.sent_rows[source].tolist()
                 if source == device:
                     targets.append(channels[target])
                     puts += _put_chunks(table, chunks, channels[target], place)
@@ -167,9 +181,11 @@ def _list_steps(table: SendTable, device: int, peers: Sequence[int]) -> Iterator
 
 
 def _put_chunks(table: SendTable, chunks: Sequence[int], channel: int, place: int) -> Iterator[Json]:
-    buffer = _buffer_of(table)
+    buffer = _name_buffer(table)
     for number, chunk in enumerate(chunks):
-        target_index = chunk if table.op == "all_gather" else place + number
+        target_index = place + number
+        if table.op == "all_gather":
+            target_index = chunk
         source_chunk = {"type": buffer, "index": chunk, "size": 1}
         target_chunk = {"buffer_id": channel, "index": target_index, "size": 1}
         yield {"name": "put", "src_buff": [source_chunk], "dst_buff": [target_chunk], "channel_type": "memory"}
@@ -179,7 +195,7 @@ def _take_chunks(table: SendTable, chunks: Sequence[int], place: int, reduce: bo
     if table.op == "all_gather":  # they are in their places
         return
     for number, chunk in enumerate(chunks):
-        target = {"type": _buffer_of(table), "index": chunk, "size": 1}
+        target = {"type": _name_buffer(table), "index": chunk, "size": 1}
         arrival = {"type": "s", "index": place + number, "size": 1}
         if reduce:
             yield {"name": "re", "src_buff": [target, arrival], "dst_buff": [target]}
@@ -198,7 +214,7 @@ def _merge_puts(puts: Sequence[Json]) -> list[Json]:
     return merged
 
 
-def _split_into_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
+def _fill_blocks(table: SendTable, steps: Sequence[list[Json]]) -> list[list[Json]]:
     """Steps in thread blocks of at most 64 ops, each of which begins when the one before has ended."""
     blocks: list[list[Json]] = [[]]
     for ops in steps:
@@ -290,13 +306,17 @@ class _PlanReader:
         self.chunks = self._read_chunks()
         self.clock = [0] * len(self.gpus)
         # From a device to another: chunks put since the last signal, and signals that nobody has waited for.
-        self.puts: defaultdict[tuple[int, int], list[_Put]] = defaultdict(list)
-        self.signals: defaultdict[tuple[int, int], list[tuple[int, list[_Put]]]] = defaultdict(list)
-        self.barriers: defaultdict[tuple[int, int], int] = defaultdict(int)  # a bit for each block that has come to it
-        self.used_places: set[tuple[int, int]] = set()  # of the scratch buffers, by device
-        self.arrivals: dict[tuple[int, int], _Put] = {}  # what is in them
-        self.versions: Counter[tuple[int, int]] = Counter()  # messages that a device has taken, by chunk
-        self.sends: list[tuple[Send, int]] = []  # with the version of what was sent
+        self.puts: defaultdict[_Pair, list[_Put]] = defaultdict(list)
+        self.signals: defaultdict[_Pair, list[tuple[int, list[_Put]]]] = defaultdict(list)
+        # By device and barrier, a bit for each block that has come to it.
+        self.barriers: defaultdict[_Pair, int] = defaultdict(int)
+        # By device, places of the scratch buffers that a put has used, and what is in them.
+        self.used_places: set[_Pair] = set()
+        self.arrivals: dict[_Pair, _Put] = {}
+        # By device and chunk, how many messages the device has taken.
+        self.versions: Counter[_Pair] = Counter()
+        # Each with the version of its chunk.
+        self.sends: list[tuple[Send, int]] = []
 
     def _read_op(self, plan: Json) -> Op:
         ops = [op for op, name in _COLLECTIVES.items() if name == plan["collective"]]
@@ -308,14 +328,15 @@ class _PlanReader:
 
     def _read_chunks(self) -> int:
         """The chunks of the whole array, on which all devices must agree."""
-        array = "input_chunks" if self.op == "reduce_scatter" else "output_chunks"
-        piece = "output_chunks" if self.op == "reduce_scatter" else "input_chunks"
-        pieces = 1 if self.op == "all_reduce" else len(self.gpus)
+        n = len(self.gpus)
+        input_pieces = n if self.op == "all_gather" else 1
+        output_pieces = n if self.op == "reduce_scatter" else 1
         chunks = set()
         for gpu in self.gpus:
-            chunks.add(_check_count(gpu[array]))
-            chunks.add(_check_count(gpu[piece]) * pieces)
-        if len(chunks) != 1 or [gpu["id"] for gpu in self.gpus] != list(range(len(self.gpus))):
+            chunks.add(_check_count(gpu["output_chunks"]) * output_pieces)
+            chunks.add(_check_count(gpu["input_chunks"]) * input_pieces)
+        ids = [gpu["id"] for gpu in self.gpus]
+        if len(chunks) != 1 or ids != list(range(n)):
             self._refuse("devices in their order, with equally many chunks", f"chunks {sorted(chunks)}")
         channel_types = set()
         for gpu in self.gpus:
@@ -348,7 +369,7 @@ class _PlanReader:
 
     def build_table(self) -> SendTable:
         """The table of the messages, checked."""
-        steps_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of messages, by target and chunk
+        steps_of: defaultdict[_Pair, list[int]] = defaultdict(list)  # by target and chunk
         for send, _ in self.sends:
             steps_of[send.target, send.chunk].append(send.step)
         # A message of a table carries what its source had before the step: the sum of all earlier arrivals.
@@ -360,10 +381,10 @@ class _PlanReader:
             if earlier_arrivals != version:
                 self._refuse("messages that are those of steps", f"an older chunk {send.chunk} of device {send.source}")
         clocks = sorted({send.step for send, _ in self.sends})
-        numbers = {clock: number for number, clock in enumerate(clocks)}
+        step_of_clock = {clock: step for step, clock in enumerate(clocks)}
         sends = []
         for send, _ in self.sends:
-            sends.append(send._replace(step=numbers[send.step]))
+            sends.append(send._replace(step=step_of_clock[send.step]))
         table = SendTable(self.op, len(self.gpus), self.chunks, tuple(sorted(sends)), self.name)
         table.check()
         return table
@@ -372,7 +393,8 @@ class _PlanReader:
         """Runs an op if it can run, and says whether it did."""
         name = op["name"]
         if name in ("signal", "rlxsignal"):
-            self._signal_peers(block.device, self._read_peers(block, op), is_relaxed=name == "rlxsignal")
+            peers = self._read_peers(block, op)
+            self._signal_peers(block.device, peers, is_relaxed=name == "rlxsignal")
         elif name in ("wait", "rlxwait"):
             peers = self._read_peers(block, op)
             for peer in peers:
@@ -405,15 +427,17 @@ class _PlanReader:
 
     def _signal_peers(self, device: int, peers: Sequence[int], is_relaxed: bool) -> None:
         for peer in peers:
-            # A relaxed signal orders nothing: puts before it may still be on their way.
-            puts = [] if is_relaxed else self.puts.pop((device, peer), [])
+            puts: list[_Put] = []
+            if not is_relaxed:  # a relaxed signal orders nothing: puts before it may still be on their way
+                puts = self.puts.pop((device, peer), [])
             self.signals[device, peer].append((self.clock[device], puts))
 
     def _pass_barrier(self, block: _Block, op: Json) -> bool:
         """Whether all thread blocks have come to a barrier; each of them asks again until they have."""
         key = (block.device, _check_count(op["barrier_id"]))
         self.barriers[key] |= 1 << block.number
-        return self.barriers[key].bit_count() >= max(1, _check_count(op["num_threadblocks"]))
+        blocks = _check_count(op["num_threadblocks"])
+        return self.barriers[key].bit_count() >= max(1, blocks)
 
     def _put(self, block: _Block, source_chunk: Json, target_chunk: Json) -> None:
         """Puts one chunk on its way; it is there when its target has waited for a later signal."""
@@ -423,20 +447,23 @@ class _PlanReader:
         buffer = self.gpus[device]["remote_buffers"][_check_count(number)]
         chunk = _check_count(source_chunk["index"])
         index = _check_count(target_chunk["index"])
-        if source_chunk["size"] != 1 or target_chunk["size"] != 1 or source_chunk["type"] not in ("i", "o"):
+        is_single = source_chunk["size"] == target_chunk["size"] == 1
+        if not is_single or source_chunk["type"] not in ("i", "o"):
             self._refuse("puts of single chunks of the array", f"{source_chunk} to {target_chunk}")
         to_scratch = buffer["type"] == "s"
         if not to_scratch and chunk != index:
             self._refuse("every chunk at its place", f"chunk {chunk} put in place {index}")
         target = _check_count(buffer["rank"])
+        place = None
         if to_scratch:
+            place = index
             places = _check_count(self.gpus[target]["scratch_chunks"])
             if (target, index) in self.used_places or index >= places:
                 self._refuse("a place of the scratch buffer for each put", f"place {index} of device {target} for two")
             self.used_places.add((target, index))
-        place = index if to_scratch else None
         version = self.versions[device, chunk]
-        self.puts[device, target].append(_Put(device, chunk, place, self.clock[device], version))
+        put = _Put(device, chunk, place, self.clock[device], version)
+        self.puts[device, target].append(put)
 
     def _wait(self, device: int, sources: Sequence[int], is_start: bool) -> None:
         """Ends a wait: chunks put before the signals have arrived; `is_start` if the signals only say "begun"."""
@@ -449,7 +476,9 @@ class _PlanReader:
                     self._note_send(put, put.clock, device, reduce=False)
                 else:
                     self.arrivals[device, put.place] = put
-        self.clock[device] = latest if is_start else latest + 1
+        if not is_start:
+            latest += 1
+        self.clock[device] = latest
 
     def _take(self, device: int, op: Json) -> None:
         """Adds or copies a chunk that has arrived."""
@@ -458,7 +487,9 @@ class _PlanReader:
         adds = op["name"] == "re"
         key = device, _check_count(arrival["index"])
         is_single = result["size"] == arrival["size"] == 1
-        is_in_place = addends == ([result] if adds else [])
+        is_in_place = not addends
+        if adds:
+            is_in_place = addends == [result]
         from_scratch = arrival["type"] == "s" and key in self.arrivals
         if result["type"] not in ("i", "o") or not from_scratch or not is_single or not is_in_place:
             self._refuse("a chunk of the scratch buffer that is copied or added in place", f"{op}")
@@ -468,7 +499,8 @@ class _PlanReader:
         self._note_send(put, self.clock[device] - 1, device, reduce=adds)
 
     def _note_send(self, put: _Put, step: int, target: int, reduce: bool) -> None:
-        self.sends.append((Send(step, put.source, target, put.chunk, reduce), put.version))
+        send = Send(step, put.source, target, put.chunk, reduce)
+        self.sends.append((send, put.version))
         self.versions[target, put.chunk] += 1
 
 

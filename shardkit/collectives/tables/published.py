@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 
 from shardkit._arguments import checks
 from shardkit._arguments.typed import typed
@@ -36,7 +36,11 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
     """
     [n] = checks.integers_from_one("ring", devices=devices)
     _check_message_count("ring", n * (n - 1))
-    hops = n // 2 if bidirectional else n - 1
+    name = "ring"
+    hops = n - 1
+    if bidirectional:
+        name = "bidirectional ring"
+        hops = n // 2
     hops_back = n - 1 - hops  # the other way round
 
     def gather_sends(by: int) -> Iterator[Send]:
@@ -47,7 +51,6 @@ def ring(op: Op, devices: int, *, bidirectional: bool = False) -> SendTable:
 
     # A reduce_scatter is the transpose of a gather, and sends the other way. For sums to go up the ring too, it is the
     # transpose of a gather down the ring.
-    name = "bidirectional ring" if bidirectional else "ring"
     return derive(op, n, n, name, gather_sends(1), gather_sends(-1))
 
 
@@ -133,10 +136,11 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
     _check_message_count("pat", n * (n - 1))
     power = 1 << (n - 1).bit_length()
     most = max(1, power // 2)
-    if aggregate is None:
-        limit = most
-    else:
+    name = "pat"
+    limit = most
+    if aggregate is not None:
         [limit] = checks.integers_from_one("pat", aggregate=aggregate)
+        name = f"pat of {limit}"
     if limit & (limit - 1) or limit > most:
         raise ValueError(
             f"pat: aggregate must be a power of two of at most {most}, half of {n} devices rounded up; got {limit}. "
@@ -144,7 +148,8 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
         )
     sends = []
     step = 0
-    for distance, offsets in [*_list_spreading_steps(power, limit), *_list_tree_steps(power, limit)]:
+    steps = chain(_list_spreading_steps(power, limit), _list_tree_steps(power, limit))
+    for distance, offsets in steps:
         used_offsets = [offset for offset in offsets if offset + distance < n]
         # If n is no power of two, nothing is left to send in some steps.
         if not used_offsets:
@@ -152,7 +157,7 @@ def pat(op: Op, devices: int, *, aggregate: int | None = None) -> SendTable:
         for d, offset in product(range(n), used_offsets):
             sends.append(Send(step, d, (d - distance) % n, (d + offset) % n, False))
         step += 1
-    return derive(op, n, n, f"pat of {limit}" if aggregate else "pat", sends)
+    return derive(op, n, n, name, sends)
 
 
 # The steps of pat are alike on all devices: device d sends the chunks of the devices d + offset to device d - distance,
@@ -241,8 +246,9 @@ def _find_bine_partner(device: int, level: int, devices: int) -> int:
 def _list_bine_chunks(device: int, level: int, levels: int, devices: int) -> list[int]:
     """The chunks that a device has before a level: its own, and the chunks that it got at all higher levels."""
     chunks = [device]
-    for higher in range(level + 1, levels):
-        chunks += [_find_bine_partner(chunk, higher, devices) for chunk in chunks]
+    for higher_level in range(level + 1, levels):
+        for chunk in list(chunks):
+            chunks.append(_find_bine_partner(chunk, higher_level, devices))
     return chunks
 
 
@@ -267,7 +273,9 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
     """
     sizes = check_sizes("torus", sizes)
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
-    directions = (1, -1) if bidirectional else (1,)
+    directions = [1]
+    if bidirectional:
+        directions = [1, -1]
     n = math.prod(sizes)
     parts = max(1, len(dims)) * len(directions)
     _check_message_count("torus", n * (n - 1) * parts)
@@ -281,7 +289,11 @@ def torus(op: Op, sizes: Sequence[int], *, bidirectional: bool = False) -> SendT
 
 
 def _list_torus_sends(
-    part: int, parts: int, dims: Sequence[int], direction: int, sizes: Sequence[int]
+    part: int,
+    parts: int,
+    dims: Sequence[int],
+    direction: int,
+    sizes: Sequence[int],
 ) -> Iterator[Send]:
     """The messages of one part of the array: a ring along each of the dims, one dim after the other.
 
@@ -292,11 +304,13 @@ def _list_torus_sends(
     first_step = 0
     for dim in dims:
         for step, place in product(range(sizes[dim] - 1), product(*map(range, sizes))):
-            target = _move(place, dim, direction, sizes)
-            origin = _move(place, dim, -direction * step, sizes)  # from where the ring has brought what is passed on
+            source = _find_number(place, sizes)
+            target = _find_number(_move(place, dim, direction, sizes), sizes)
+            # From the origin the ring has brought what is passed on.
+            origin = _move(place, dim, -direction * step, sizes)
             for owner in _list_places(origin, gathered_dims, sizes):
-                chunk = _number_of(owner, sizes) * parts + part
-                yield Send(first_step + step, _number_of(place, sizes), _number_of(target, sizes), chunk, False)
+                chunk = _find_number(owner, sizes) * parts + part
+                yield Send(first_step + step, source, target, chunk, False)
         gathered_dims.append(dim)
         first_step += max(sizes) - 1  # all parts change their dim in the same step
 
@@ -328,9 +342,10 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
             f"tree: inner must divide the devices; got {inner} for {n} devices. Pass the devices of a machine."
         )
     _check_message_count("tree", 2 * (n - 1) * chunks)
-    trees = (_first_tree(n, inner), _second_tree(n, inner))
+    trees = (_make_first_tree(n, inner), _make_second_tree(n, inner))
     parents = [trees[chunk % 2] for chunk in range(chunks)]
-    return SendTable("all_reduce", n, chunks, tuple(_list_tree_sends(parents, n)), f"tree of {inner}")
+    sends = tuple(_list_tree_sends(parents, n))
+    return SendTable("all_reduce", n, chunks, sends, f"tree of {inner}")
 
 
 # A tree is a mapping of devices to their parents; the root has no parent. Inside it is a binary tree of machines: every
@@ -342,43 +357,48 @@ def tree(devices: int, *, inner: int = 1, chunks: int = 2) -> SendTable:
 # if their number is even, shifted by one if it is odd. So all machines send and get about equally much.
 
 
-def _first_tree(devices: int, inner: int) -> dict[int, int]:
+def _make_first_tree(devices: int, inner: int) -> dict[int, int]:
     machines = devices // inner
     parents = {}
     for machine in range(machines):
-        first_device = machine * inner  # the others of the machine lead to it, each to the one before it
+        # The others of the machine lead to its first device, each to the one before it.
+        first_device = machine * inner
         for device in range(first_device + 1, first_device + inner):
             parents[device] = device - 1
         if machine:
-            parents[first_device] = _parent_machine(machine, machines) * inner
+            parents[first_device] = _find_parent_machine(machine, machines) * inner
     return parents
 
 
-def _second_tree(devices: int, inner: int) -> dict[int, int]:
+def _make_second_tree(devices: int, inner: int) -> dict[int, int]:
     machines = devices // inner
-    is_even = machines % 2 == 0
+    order = [*range(1, machines), 0]
+    if machines % 2 == 0:
+        order = list(reversed(range(machines)))
     parents = {}
     for machine in range(machines):
         last_device = machine * inner + inner - 1
         for device in range(machine * inner, last_device):
             parents[device] = device + 1
-        number = machines - 1 - machine if is_even else (machine - 1) % machines  # in the other order
+        number = order.index(machine)
         if number:
-            parent_number = _parent_machine(number, machines)
-            parent = machines - 1 - parent_number if is_even else (parent_number + 1) % machines
-            parents[last_device] = parent * inner + inner - 1
+            parent_machine = order[_find_parent_machine(number, machines)]
+            parents[last_device] = parent_machine * inner + inner - 1
     return parents
 
 
-def _parent_machine(machine: int, machines: int) -> int:
+def _find_parent_machine(machine: int, machines: int) -> int:
     """The parent of a machine other than 0: clear its lowest bit, and set the next bit if the result is a machine.
 
     Worked example, of six machines: 1 = 001 -> 010 = 2; 2 = 010 -> 100 = 4; 5 = 101 -> 110 = 6, which is no machine, so
     100 = 4.
     """
     lowest_bit = machine & -machine
-    parent = machine ^ lowest_bit | lowest_bit << 1
-    return parent if parent < machines else machine ^ lowest_bit
+    cleared = machine ^ lowest_bit
+    parent = cleared | lowest_bit << 1
+    if parent < machines:
+        return parent
+    return cleared
 
 
 def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iterator[Send]:
@@ -387,10 +407,13 @@ def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iter
     In a step a device sends one chunk and gets one. Each step sends all messages that are ready, in the order of the
     chunks, unless their source or target is busy in this step: so chunks follow each other through the trees.
     """
-    missing_terms = [[0] * devices for _ in parents]  # by chunk and device: sums of children that have not arrived
-    up: list[tuple[int, int, int]] = []  # (chunk, source, target) that are not sent yet
+    # By chunk and device, the sums of children that have not arrived.
+    missing_terms = [[0] * devices for _ in parents]
+    # Messages that are not sent yet: (chunk, source, target).
+    up: list[tuple[int, int, int]] = []
     down: list[tuple[int, int, int]] = []
-    holders: list[set[int]] = []  # by chunk: devices that have the whole sum, or will have once all terms have arrived
+    # By chunk, the devices that have the whole sum, or will have it once all terms have arrived.
+    holders: list[set[int]] = []
     for chunk, tree in enumerate(parents):
         for child, parent in tree.items():
             missing_terms[chunk][parent] += 1
@@ -405,7 +428,9 @@ def _list_tree_sends(parents: Sequence[Mapping[int, int]], devices: int) -> Iter
         for reduce, pending in ((True, up), (False, down)):
             for message in list(pending):
                 chunk, source, target = message
-                is_ready = missing_terms[chunk][source] == 0 and (reduce or source in holders[chunk])
+                is_ready = missing_terms[chunk][source] == 0
+                if not reduce:
+                    is_ready = is_ready and source in holders[chunk]
                 if is_ready and source not in busy_sources and target not in busy_targets:
                     busy_sources.add(source)
                     busy_targets.add(target)
@@ -432,14 +457,20 @@ def derive(
 
     A reduce_scatter is the transpose of an all_gather: of `scatter_sends`, if they are passed.
     """
-    gather = SendTable("all_gather", devices, chunks, tuple(sorted(gather_sends)), name)
+
+    def make_gather(sends: Iterable[Send]) -> SendTable:
+        return SendTable("all_gather", devices, chunks, tuple(sorted(sends)), name)
+
+    gather = make_gather(gather_sends)
     if op == "all_gather":
         return gather
-    transposed = gather
-    if scatter_sends is not None:
-        transposed = SendTable("all_gather", devices, chunks, tuple(sorted(scatter_sends)), name)
-    scatter = transposed.transpose()
-    return scatter if op == "reduce_scatter" else scatter.then(gather)
+    if scatter_sends is None:
+        scatter = gather.transpose()
+    else:
+        scatter = make_gather(scatter_sends).transpose()
+    if op == "reduce_scatter":
+        return scatter
+    return scatter.then(gather)
 
 
 def _check_message_count(where: str, messages: int) -> None:
@@ -468,13 +499,13 @@ def _move(place: tuple[int, ...], dim: int, by: int, sizes: Sequence[int]) -> tu
 
 def _list_places(place: tuple[int, ...], dims: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All places that differ from this one along these dims alone."""
-    choices: list[Iterable[int]] = []
-    for dim, size in enumerate(sizes):
-        choices.append(range(size) if dim in dims else [place[dim]])
+    choices: list[Iterable[int]] = [[coordinate] for coordinate in place]
+    for dim in dims:
+        choices[dim] = range(sizes[dim])
     return product(*choices)
 
 
-def _number_of(place: Sequence[int], sizes: Sequence[int]) -> int:
+def _find_number(place: Sequence[int], sizes: Sequence[int]) -> int:
     number = 0
     for coordinate, size in zip(place, sizes, strict=True):
         number = number * size + coordinate

@@ -47,7 +47,9 @@ class SendTable:
     @property
     def steps(self) -> int:
         """The number of steps."""
-        return self.sends[-1].step + 1 if self.sends else 0
+        if not self.sends:
+            return 0
+        return self.sends[-1].step + 1
 
     @cached_property
     def by_step(self) -> tuple[tuple[Message, ...], ...]:
@@ -60,7 +62,9 @@ class SendTable:
     @property
     def _operands(self) -> int:
         """How many operands make up the whole array: n in an all_gather, where an operand is a piece; else 1."""
-        return self.devices if self.op == "all_gather" else 1
+        if self.op == "all_gather":
+            return self.devices
+        return 1
 
     def traffic(self, size: float) -> Traffic:
         """Counts the bytes of the busiest device in each ppermute, and the messages one after the other.
@@ -76,7 +80,8 @@ class SendTable:
         [size] = checks.at_least_zero("SendTable.traffic", size=size)
         sent_chunks = 0
         for messages in self.by_step:
-            sent_chunks += sum(message.chunks for message in messages)
+            for message in messages:
+                sent_chunks += message.chunks
         array_bytes = Fraction(size) * self._operands
         return Traffic(array_bytes * sent_chunks / self.chunks, self.steps)
 
@@ -118,19 +123,20 @@ class SendTable:
                 f"{self.name}: an all_reduce has no transpose as a table, because its derivative sends nothing; got "
                 "op='all_reduce'. Transpose the reduce_scatter or the all_gather that it is made of."
             )
-        return self._transposed
+        return self._derivative
 
     @cached_property
-    def _transposed(self) -> SendTable:
+    def _derivative(self) -> SendTable:
         # A chunk that went from 0 to 1 in the first step and was copied comes back from 1 to 0 in the last, and is
         # added: the cotangents of all copies are summed on the device that had the chunk.
-        adds = self.op == "all_gather"
+        op: Op = "all_gather"
+        if self.op == "all_gather":
+            op = "reduce_scatter"
+        adds = op == "reduce_scatter"
         sends = []
         for send in self.sends:
             step = self.steps - 1 - send.step
-            sends.append(Send(step, source=send.target, target=send.source, chunk=send.chunk, reduce=adds))
-        # Sorted without `reduce`, which is the same in all of them.
-        op: Op = "reduce_scatter" if adds else "all_gather"
+            sends.append(Send(step, send.target, send.source, send.chunk, reduce=adds))
         return SendTable(op, self.devices, self.chunks, tuple(sorted(sends)), self.name)
 
     def then(self, gather: SendTable) -> SendTable:
@@ -162,10 +168,10 @@ class SendTable:
                 twice in a step, a contribution that counts twice or is missing. You see the first one, in the order of
                 steps.
         """
-        _ = self._is_checked
+        _ = self._is_correct
 
     @cached_property
-    def _is_checked(self) -> bool:  # cached: a table is checked once, in whichever program it is used first
+    def _is_correct(self) -> bool:  # cached: a table is checked once, in whichever program it is used first
         _check_sizes(self)
         _check_results(self, _Devices.run(self))
         return True
@@ -177,7 +183,7 @@ class SendTable:
         return "\n".join(lines)
 
 
-def _owner(table: SendTable, chunk: int) -> int:
+def _find_owner(table: SendTable, chunk: int) -> int:
     return chunk * table.devices // table.chunks
 
 
@@ -200,13 +206,17 @@ class _Devices:
         n = table.devices
         self.values: list[list[int]] = []  # by device and chunk
         for device in range(n):
-            if table.op == "all_gather":  # an owner has the chunk with all contributions, the others have nothing
-                is_owner = [_owner(table, chunk) == device for chunk in range(table.chunks)]
-                self.values.append([_all_bits(table) if owned else 0 for owned in is_owner])
-            else:
-                self.values.append([1 << device] * table.chunks)
-        self.orders = [list(range(n)) for _ in range(table.chunks)]  # by chunk and device
-        self.sum_orders: dict[tuple[int, ...], int] = {}  # by the orders of the two that were added
+            contribution = 1 << device
+            if table.op == "all_gather":
+                contribution = 0
+            self.values.append([contribution] * table.chunks)
+        if table.op == "all_gather":  # an owner has the chunk with all contributions, the others have nothing
+            for chunk in range(table.chunks):
+                self.values[_find_owner(table, chunk)][chunk] = _make_complete_value(table)
+        # By chunk and device.
+        self.orders = [list(range(n)) for _ in range(table.chunks)]
+        # By the orders of the two that were added.
+        self.sum_orders: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def run(cls, table: SendTable) -> _Devices:
@@ -224,11 +234,15 @@ class _Devices:
         # All chunks are read before any is written: each device sends what it had before the step.
         sent = []
         for send in sends:
-            sent.append((self.values[send.source][send.chunk], self.orders[send.chunk][send.source]))
+            value = self.values[send.source][send.chunk]
+            order = self.orders[send.chunk][send.source]
+            sent.append((value, order))
         if self.table.op == "reduce_scatter":  # the source passes its sum on, and keeps nothing of it
             for send in sends:
                 self.values[send.source][send.chunk] = 0
-        arrivals = Counter((send.target, send.chunk) for send in sends)
+        arrivals: Counter[tuple[int, int]] = Counter()
+        for send in sends:
+            arrivals[send.target, send.chunk] += 1
         for send, (value, order) in zip(sends, sent, strict=True):
             present = self.values[send.target][send.chunk]
             is_alone = arrivals[send.target, send.chunk] == 1
@@ -241,10 +255,12 @@ class _Devices:
 
     def _order_of_sum(self, order: int, other: int) -> int:
         addends = tuple(sorted((order, other)))
-        return self.sum_orders.setdefault(addends, self.table.devices + len(self.sum_orders))
+        new_order = self.table.devices + len(self.sum_orders)
+        return self.sum_orders.setdefault(addends, new_order)
 
 
-def _all_bits(table: SendTable) -> int:
+def _make_complete_value(table: SendTable) -> int:
+    """The value of a chunk with the contributions of all devices."""
     return (1 << table.devices) - 1
 
 
@@ -257,16 +273,19 @@ def _list_sends(step: int, message: Message) -> Iterator[Send]:
 def _check_results(table: SendTable, devices: _Devices) -> None:
     """Refuses a table after which a device lacks a contribution, or has added in another order."""
     for chunk, device in product(range(table.chunks), range(table.devices)):
-        owner = _owner(table, chunk)
+        owner = _find_owner(table, chunk)
         value = devices.values[device][chunk]
         is_result = table.op != "reduce_scatter" or device == owner
-        if is_result and value != _all_bits(table):
-            missing = 1 << owner if table.op == "all_gather" else _all_bits(table) & ~value
+        if is_result and value != _make_complete_value(table):
+            missing = _make_complete_value(table) & ~value
+            if table.op == "all_gather":
+                missing = 1 << owner
             raise ValueError(
                 f"{table.name}: device {device} must have what every device has of chunk {chunk} in the end; got "
                 f"nothing of {_name_devices(missing)}. Add a message that brings it."
             )
-        if table.op == "all_reduce" and devices.orders[chunk][device] != devices.orders[chunk][0]:
+        orders = devices.orders[chunk]
+        if table.op == "all_reduce" and orders[device] != orders[0]:
             raise ValueError(
                 f"{table.name}: all devices must add chunk {chunk} in one order, to have the same bits; got another on "
                 f"device {device} than on device 0. Send the sum of one of them."
@@ -285,12 +304,12 @@ def _check_send(table: SendTable, send: Send, value: int, present: int, is_alone
         _refuse(table, send, "of an all_gather must copy", "one that adds", "Pass reduce=False")
     if table.op == "reduce_scatter" and not send.reduce:
         _refuse(table, send, "of a reduce_scatter must add", "one that copies", "Pass reduce=True")
-    if table.op == "reduce_scatter" and _owner(table, send.chunk) == send.source:
+    if table.op == "reduce_scatter" and _find_owner(table, send.chunk) == send.source:
         _refuse(table, send, "must leave a chunk with its owner", "one from the owner", "Leave it out")
     if send.reduce and value & present:
         twice = _name_devices(value & present)
         _refuse(table, send, "must add each contribution once", f"{twice} twice", "Leave it out")
-    if not send.reduce and present == _all_bits(table):
+    if not send.reduce and present == _make_complete_value(table):
         _refuse(table, send, "must bring what is missing", "nothing new", "Leave it out")
 
 
@@ -326,7 +345,7 @@ def _check_sizes(table: SendTable) -> None:
 def _is_send(send: object) -> bool:
     if not isinstance(send, Send):
         return False
-    return all(type(number) is int for number in send[:4]) and type(send.reduce) is bool
+    return tuple(map(type, send)) == (int, int, int, int, bool)
 
 
 def _refuse(table: SendTable, send: Send, rule: str, got: str, remedy: str) -> NoReturn:
@@ -338,8 +357,13 @@ def _refuse(table: SendTable, send: Send, rule: str, got: str, remedy: str) -> N
 
 def _name_devices(bits: int) -> str:
     """`devices 0, 3`: those whose bits are set."""
-    numbers = [str(device) for device in range(bits.bit_length()) if bits >> device & 1]
+    numbers = []
+    for device in range(bits.bit_length()):
+        if bits >> device & 1:
+            numbers.append(str(device))
     if len(numbers) == 1:
         return f"device {numbers[0]}"
     names = f"devices {', '.join(numbers[:_SHOWN])}"
-    return f"{names} and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else names
+    if len(numbers) > _SHOWN:
+        names += f" and {len(numbers) - _SHOWN} more"
+    return names
