@@ -21,11 +21,21 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, format_sizes, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
+from shardkit.meshes.layout import local_shape, path_name, split_dims
 from shardkit.plans.describe import LeafRow, PlanTable, make_plan_table, mesh_of
 from shardkit.plans.dim_rules import axes_of_rules, is_in_subtrees
 from shardkit.plans.manual import manual_axes, record_automatic_splits
-from shardkit.plans.splits import Leaf, LeafLayout, Split, Strategy, align_times, check_feedback, is_layout, map_layouts
+from shardkit.plans.splits import (
+    Leaf,
+    LeafLayout,
+    Split,
+    Strategy,
+    align_times,
+    check_feedback,
+    is_layout,
+    make_spec,
+    map_layouts,
+)
 from shardkit.plans.storage import is_padded, padded_shape, padding, stored_shape
 
 
@@ -72,7 +82,8 @@ class Plan(NamedTuple):
     def accumulate(self) -> Plan:
         """This plan in a step of several microbatches."""
         # `_complete` reads it: a Split with `once` then waits for the end of the step.
-        return self._replace(strategies=tuple(strategy._replace(accumulated=True) for strategy in self.strategies))
+        strategies = [strategy._replace(accumulated=True) for strategy in self.strategies]
+        return self._replace(strategies=tuple(strategies))
 
     @typed
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
@@ -88,12 +99,11 @@ class Plan(NamedTuple):
         # In the mesh's order, not that of ranks, in which fsdp comes before dp: consecutive examples then go to devices
         # that are next to each other in the mesh.
         strategies.sort(key=lambda strategy: mesh.axis_names.index(strategy.axes[0]))
-        axes: dict[int, list[str]] = {}
+        axes_by_dim: dict[int, list[str]] = {}
         for strategy in strategies:
-            entry = axes.setdefault(strategy.batch_dim or 0, [])
-            entry += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
-        ndim = max(axes, default=-1) + 1
-        return canonical(PartitionSpec(*(tuple(axes.get(dim, ())) for dim in range(ndim))))
+            axes = axes_by_dim.setdefault(strategy.batch_dim or 0, [])
+            axes += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
+        return make_spec(axes_by_dim)
 
     @typed
     def layouts(self, params: Arrays, mesh: Mesh) -> Any:
@@ -196,12 +206,13 @@ class Plan(NamedTuple):
                 "both if the loss gets the part, else for none."
             )
         # Secondary axes are major, so that gathering over the other axes gives one contiguous part of the dim.
-        axes = (*answer.secondary, *(axis for axis in strategy.axes if axis not in answer.secondary))
+        axes = list(answer.secondary)
+        axes += [axis for axis in strategy.axes if axis not in answer.secondary]
         if answer.gather != "never":  # over one device nothing is gathered, nor does the batch vary
-            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+            axes = [axis for axis in axes if mesh.shape[axis] > 1]
         scatter = "step" if strategy.accumulated and answer.once else answer.scatter
         return answer._replace(
-            dim=dim, scatter=scatter, axes=axes, gather_by=strategy.gather, reduce_by=strategy.reduce
+            dim=dim, scatter=scatter, axes=tuple(axes), gather_by=strategy.gather, reduce_by=strategy.reduce
         )
 
     @typed
