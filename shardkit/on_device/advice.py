@@ -178,7 +178,9 @@ class _StepReader(JaxprInterpreter[_Fact]):
         if kind == "ppermute":
             return fact
         # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
-        reduced = fact.reduced if self._of_plan else fact.reduced | axes
+        reduced = fact.reduced
+        if not self._of_plan:
+            reduced |= axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:
@@ -308,7 +310,8 @@ def find_idle_axes(jaxpr: Any) -> list[Remark]:
     for site in walk(jaxpr):
         equation = site.equation
         has_backward |= compat.in_backward(equation)
-        if not source and (sizes or site.name == "shard_map"):  # of our own step, the first line of the loss in it
+        # Of our own step, the first line of the loss in it.
+        if not source and (sizes or site.name == "shard_map"):
             source = own_line(compat.user_frames(equation))
         if site.name != "shard_map":
             if not registered(site.name).cast:
@@ -328,8 +331,10 @@ def find_idle_axes(jaxpr: Any) -> list[Remark]:
     for axis, size in sizes.items():
         is_idle = size > 1 and axis not in used
         if is_idle and any(piece % size == 0 for piece in pieces):
-            message = f"the {size} devices along axis {axis!r} all do the same work: nothing is split over it and "
-            message += "nothing sent."
+            message = (
+                f"the {size} devices along axis {axis!r} all do the same work: nothing is split over it and nothing "
+                "sent."
+            )
             remedy = f"Name it in the plan, as dp(({axis!r}, ...)), or leave it out of the mesh."
             remarks.append(Remark("idle-axis", message, source, remedy))
     return remarks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import format_count, name_axes, quote
 from shardkit.collectives import axis_index, axis_size, vary
-from shardkit.meshes.layout import path_name, spec_axes
+from shardkit.meshes.layout import count_devices, path_name, spec_axes
 from shardkit.meshes.rng import fold_keys
 
 
@@ -36,7 +35,7 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
     axes_of_dims = spec_axes(spec) or [()]  # dim 0 may be split by microbatches alone
     for path, x in leaves:
         for dim, axes in enumerate(axes_of_dims[: jnp.ndim(x)]):
-            devices = math.prod(mesh.shape[axis] for axis in axes)
+            devices = count_devices(mesh, axes)
             parts = accumulate if dim == 0 else 1
             size = jnp.shape(x)[dim]
             if size % (devices * parts):

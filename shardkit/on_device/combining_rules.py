@@ -10,7 +10,6 @@ Worked examples, of rows x[n, 8] with the examples along dim 0:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from shardkit.on_device.elementwise_rules import combine_elements, scale_total
@@ -62,7 +61,10 @@ def multiply(pair: Pair, operands: list[State]) -> State:
     """A dot_general."""
     if select(operands, Total):
         return _multiply_total(pair, operands)
-    scale = math.prod(state.scale for state in operands if isinstance(state, Rows | Whole))
+    lhs, rhs = operands
+    assert isinstance(lhs, Rows | Whole)
+    assert isinstance(rhs, Rows | Whole)
+    scale = lhs.scale * rhs.scale
     if scale == UNKNOWN:
         return pair.met("dot_general combines examples with the number of examples")
     results: list[State] = []
@@ -155,7 +157,8 @@ def factorize(pair: Pair, operands: list[State]) -> State:
     for number, state in enumerate(operands):
         if isinstance(state, Total):
             return pair.met(f"{pair.name} is applied to a sum over the examples")
-        if isinstance(state, Rows) and (state.dim != rows[0].dim or state.dim >= len(pair.shape(number)) - 2):
+        first_dim_of_matrix = len(pair.shape(number)) - 2
+        if isinstance(state, Rows) and (state.dim != rows[0].dim or state.dim >= first_dim_of_matrix):
             return pair.met(f"{pair.name} takes the examples for a matrix")
         if isinstance(state, Whole) and rows[0].dim in state.differs:
             return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")

@@ -109,7 +109,8 @@ def combine_elements(pair: Pair, operands: list[State]) -> State:
         return _of_totals(pair, operands)
     scale = scale_of(pair, operands)
     if scale == UNKNOWN:
-        if name == "add" and jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer):  # x[i] adds n to i < 0
+        is_integer = jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer)
+        if name == "add" and is_integer:  # x[i] adds n to i < 0
             return pair.met("an example is looked up by its place in the batch")
         return pair.met(f"{name} combines examples with the number of examples")
     first, *later = select(operands, Rows)

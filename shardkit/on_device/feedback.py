@@ -51,7 +51,9 @@ def attach_residuals(grads: Any, residuals: Any, divisor: jax.Array) -> list[Par
     """The leaves of the gradients, each with its residual times the divisor."""
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
-    stored = [None] * len(leaves) if residuals is None else structure.flatten_up_to(residuals)
+    stored = [None] * len(leaves)
+    if residuals is not None:
+        stored = structure.flatten_up_to(residuals)
     gradients = []
     for (path, grad), residual in zip(leaves, stored, strict=True):
         if residual is not None:

@@ -39,7 +39,7 @@ from shardkit.collectives import vary
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
-from shardkit.meshes.layout import all_axes, path_name, spec_axes
+from shardkit.meshes.layout import all_axes, count_devices, path_name, spec_axes
 from shardkit.on_device.batch import example_axes, split_microbatches
 from shardkit.on_device.means import divisor_of
 from shardkit.on_device.metrics import means_of_groups
@@ -97,7 +97,7 @@ class Groups(NamedTuple):
                         f"Leave out {argument}=."
                     )
         axes = example_axes(plan.batch_spec(mesh))
-        devices = math.prod(mesh.shape[axis] for axis in axes)
+        devices = count_devices(mesh, axes)
         if self.number % devices:
             raise ValueError(
                 f"make_train_step: deterministic must be a multiple of the devices that split the batch; got "
@@ -124,7 +124,7 @@ class Groups(NamedTuple):
                     f"size {jnp.shape(x)[0]} over {self.number} groups. Choose another size, or pad with examples of "
                     "weight 0."
                 )
-        devices = math.prod(placement.mesh.shape[axis] for axis in example_axes(placement.batch))
+        devices = count_devices(placement.mesh, example_axes(placement.batch))
         return self._replace(parts=self.number // devices)
 
     def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
@@ -194,8 +194,8 @@ def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
         if any(spec_axes(spec)):
             split_leaves.append((path_name(path), spec))
     for site in walk(jaxpr):
-        sizes = [math.prod(variable.aval.shape) for variable in site.equation.invars]
-        if max(sizes, default=0) <= 1:  # a scalar has nothing to sum
+        # A scalar has nothing to sum.
+        if all(math.prod(variable.aval.shape) <= 1 for variable in site.equation.invars):
             continue
         if site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
             raise ValueError(
@@ -235,10 +235,15 @@ def sum_groups(compute_sums: ComputeSumsOfLeaves, leaves: Leaves, always: jax.Ar
 
         def add_half(total: Any, turn: Any) -> tuple[Any, None]:
             is_first, half = turn
-            return jax.tree.map(lambda a, b: jnp.where(is_first, b, a + b), total, sum_tree(half)), None
+
+            def add(total: jax.Array, term: jax.Array) -> jax.Array:
+                return jnp.where(is_first, term, total + term)
+
+            return jax.tree.map(add, total, sum_tree(half)), None
 
         halves = split_microbatches(leaves, 2)
-        total, _ = lax.scan(add_half, make_zeros(), (jnp.array([True, False]), halves))
+        is_first = jnp.array([True, False])
+        total, _ = lax.scan(add_half, make_zeros(), (is_first, halves))
         return total
 
     count = len(leaves[0])

@@ -159,13 +159,15 @@ def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once
             "Pass the weights of this device's examples, or vary(weight, axes) of this device's share."
         )
     made_of -= {_STATE}
-    if not once and made_of and made_of <= leaves.scalars and not counted <= leaves.scalars:
+    if not made_of:
+        return
+    if not once and made_of <= leaves.scalars and not counted <= leaves.scalars:
         raise ValueError(
             f"Mean {mean.name!r}: the weight of examples must be a sum over them, because the weights of all devices "
             f"and microbatches are added; got one that depends only on leaf {names[min(made_of)]}, a "
             "scalar. Pass a weight for each example: an array with the examples along dim 0."
         )
-    if split and mean.unshared_axes and made_of and made_of <= leaves.whole and not counted <= leaves.whole:
+    if split and mean.unshared_axes and made_of <= leaves.whole and not counted <= leaves.whole:
         raise ValueError(
             f"Mean {mean.name!r}: the weight must count this device's parts of examples, because it is added once on "
             f"each device along {axes}; got one that depends only on leaf {names[min(made_of)]}, which every device "

@@ -10,7 +10,6 @@ Residuals have the unit of the final gradient: divided by the weight and the los
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import mesh_in_context, quote
 from shardkit._arguments.typed import Arrays, typed
-from shardkit.meshes.layout import all_axes, by_path, canonical, spec_axes
+from shardkit.meshes.layout import all_axes, by_path, canonical, count_devices, spec_axes
 from shardkit.on_device.feedback import find_first_cut
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.splits import LeafLayout, make_spec, map_layouts
@@ -88,7 +87,7 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
         unreduced_axes = varying - all_axes(grad_spec) - summed_axes
         # In the order of the mesh: the rows stand as the devices do.
         axes = tuple(axis for axis in mesh.axis_names if axis in unreduced_axes)
-        rows = math.prod(mesh.shape[axis] for axis in axes)
+        rows = count_devices(mesh, axes)
         shape = (rows, *x.shape)
         spec = canonical(PartitionSpec(axes, *grad_spec))
         stored = padded_shape(shape, spec, mesh)

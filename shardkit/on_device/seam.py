@@ -100,6 +100,7 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
     another: then `whole` is whole over the second axis alone, and the layer gathers it over the first.
     """
     gathered_by_layer = layout.cuts(gather=("layer",))
+    padded_dims = layout.padding(gathered_by_layer)
     # `cuts` gives the cuts that meet both conditions: gathered at one of these times and scattered at one of those.
     scattered_early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
     # Where nothing is gathered here it keeps its dtype: the part is what is differentiated, and the layer casts it.
@@ -125,7 +126,7 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
         compute=policy.compute,
         reduce=policy.reduce,
         opened_before_loss=layout.opened_before_loss,
-        original_sizes=tuple((dim - x.ndim, size) for dim, size in layout.padding(gathered_by_layer)),
+        original_sizes=tuple((dim - x.ndim, size) for dim, size in padded_dims),
     )
 
 
@@ -186,7 +187,8 @@ def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> Parti
     cuts = count_from_end(layout.cuts(scatter=("step",)), grad.ndim)
     if cuts and _scatters_by_layer(grad, cuts, dtype):
         # A message for each layer, so that only one layer is copied to the wider dtype at a time.
-        return gradient._replace(grad=lax.map(lambda layer: scatter_cuts(layer, cuts, dtype), grad))
+        scatter_layer = partial(scatter_cuts, cuts=cuts, dtype=dtype)
+        return gradient._replace(grad=lax.map(scatter_layer, grad))
     return gradient._replace(grad=scatter_cuts(grad, cuts, dtype))
 
 
@@ -200,7 +202,8 @@ def _scatters_by_layer(grad: jax.Array, cuts: Cuts, dtype: Any) -> bool:
     if itemsize <= grad.dtype.itemsize:
         return False
     splits_layers = any(cut.dim == -grad.ndim for cut in cuts)
-    return itemsize * grad.size > grad.shape[0] * LAYER_BYTES and not splits_layers
+    has_large_layers = itemsize * grad.size > grad.shape[0] * LAYER_BYTES
+    return has_large_layers and not splits_layers
 
 
 class _AlikeSums(NamedTuple):
@@ -268,7 +271,8 @@ def to_rest(params: Any, placement: Placement) -> Any:
         cuts_at_rest = layout.cuts(gather=("never", "layer", "step"))  # all but those of the update alone
         padded_at_rest = layout.padding(cuts_at_rest)
         padded_in_update_alone = set(layout.padded) - set(padded_at_rest)
-        x = gather_cuts(stored_array(x), layout.cuts(gather=("update",)), padded_in_update_alone, replicated=True)
+        cuts_in_update_alone = layout.cuts(gather=("update",))
+        x = gather_cuts(stored_array(x), cuts_in_update_alone, padded_in_update_alone, replicated=True)
         return wrap_stored(x, padded_at_rest, layout.rows)
 
     return map_layouts(gather_update, placement.layouts, params)

@@ -8,7 +8,6 @@ so a new strategy is a new file with a placement rule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, format_sizes, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.meshes.layout import local_shape, path_name, split_dims
+from shardkit.meshes.layout import count_devices, local_shape, path_name, split_dims
 from shardkit.plans.describe import LeafRow, PlanTable, make_plan_table, mesh_of
 from shardkit.plans.dim_rules import axes_of_rules, is_in_subtrees
 from shardkit.plans.manual import manual_axes, record_automatic_splits
@@ -175,7 +174,7 @@ class Plan(NamedTuple):
         for strategy in self.strategies:
             if strategy.place is None:
                 continue
-            devices = math.prod(mesh.shape[axis] for axis in strategy.axes)
+            devices = count_devices(mesh, strategy.axes)
             answer = strategy.place(Leaf(path, shape, dtype, devices, dims, stack, automatic))
             split = self._complete(strategy, path, len(shape), answer, mesh)
             decisions.append((strategy, split))
