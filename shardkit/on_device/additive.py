@@ -36,7 +36,7 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import find_called_program, find_fixed_point, scan_operands
 from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, source_line, user_line
 from shardkit._jax.primitives import registered
-from shardkit.on_device.elementwise_rules import of_one_example
+from shardkit.on_device.elementwise_rules import combine_one_example
 from shardkit.on_device.example_rules import RULES, send_along
 from shardkit.on_device.example_states import (
     EACH_TURN,
@@ -276,7 +276,7 @@ class _LossReader:
         if not isinstance(predicate, Whole):
             self._note_sends(pair.many, pair.line, pair.of_plan)  # its branches are not read
             if is_turn(predicate):
-                return [of_one_example(pair, operands)] * count
+                return [combine_one_example(pair, operands)] * count
             if isinstance(predicate, Met):
                 return [predicate] * count
             return [pair.met("a branch is chosen by the examples")] * count
@@ -290,7 +290,7 @@ class _LossReader:
         outs = pair.many.outvars
         self._note_sends(pair.many, pair.line, pair.of_plan)  # its body is not read
         if any(map(is_turn, operands)):
-            return [of_one_example(pair, operands)] * len(outs)
+            return [combine_one_example(pair, operands)] * len(outs)
         if not are_all(operands, Whole):
             met = _find_first_met(operands) or pair.met("the examples decide when a loop ends")
             return [met] * len(outs)
@@ -377,7 +377,7 @@ def _apply_rule(pair: Pair, operands: list[State]) -> Sequence[State]:
     if are_all(operands, Whole):
         return whole_results(pair, operands)
     if any(map(is_turn, operands)):
-        return [of_one_example(pair, operands)] * count
+        return [combine_one_example(pair, operands)] * count
     rule = RULES.get(pair.name)
     if rule is None:
         return [pair.met(f"{pair.name} is applied to several examples at once")] * count

@@ -180,7 +180,7 @@ class _StepReader(JaxprInterpreter[_Fact]):
         # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
         reduced = fact.reduced
         if not self._of_plan:
-            reduced |= axes
+            reduced = reduced | axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:

@@ -24,7 +24,7 @@ from shardkit.on_device.example_states import (
     select,
     shift_dim,
 )
-from shardkit.on_device.whole_rules import free_dim_of_product
+from shardkit.on_device.whole_rules import find_free_dim
 
 
 def reduce_dims(pair: Pair, rows: Rows) -> State:
@@ -107,7 +107,7 @@ def _multiply_rows(pair: Pair, side: int, rows: Rows, other: State, scale: float
             return Total(scale)
         # The result begins with the batch dims, in their order.
         return Rows(number, rows.copies, scale)
-    dim = free_dim_of_product(side, rows.dim, contract, batch, (pair.shape(0), pair.shape(1)))
+    dim = find_free_dim(side, rows.dim, contract, batch, (pair.shape(0), pair.shape(1)))
     return Rows(dim, rows.copies, scale)
 
 

@@ -28,7 +28,7 @@ def count_from_end(cuts: Cuts, ndim: int) -> Cuts:
     return tuple(counted)
 
 
-def in_automatic_parts(
+def run_on_automatic_parts(
     fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]
 ) -> jax.Array:
     """`fn(x)` on the partitioner's parts of x: the axes by which it splits dims, `split`, are Manual inside.
@@ -57,7 +57,7 @@ def _find_automatic_split(cuts: Cuts, ndim: int) -> dict[int, tuple[str, ...]]:
     return split
 
 
-def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
+def _run_cuts_on_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
     """`fn(x, cuts=...)`, the collectives of some cuts, on the partitioner's parts of x.
 
     Inside, the partitioner splits no dim. The backward pass of an algorithm recomputes everything from its operand:
@@ -72,7 +72,7 @@ def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split:
     fn = partial(fn, cuts=tuple(cuts_of_parts))
     if not plain:
         fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-    return in_automatic_parts(fn, x, split)
+    return run_on_automatic_parts(fn, x, split)
 
 
 def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int, ...]) -> Any:
@@ -85,12 +85,12 @@ def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int
     return result
 
 
-def part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
+def find_part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
     """The shape of a device's part along a dim, padded where it does not divide."""
     return _replace_size(x.shape, dim, -(-x.shape[dim] // axis_size(axes)))
 
 
-def whole_shape(part: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
+def find_whole_shape(part: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
     """The shape of an array that is gathered along a dim, padding included."""
     return _replace_size(part.shape, dim, part.shape[dim] * axis_size(axes))
 
@@ -105,7 +105,7 @@ def gather_cuts(
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
     automatic_split = _find_automatic_split(cuts, x.ndim)
     if automatic_split:
-        x = _run_in_parts(partial(gather_cuts, replicated=replicated), x, cuts, automatic_split)
+        x = _run_cuts_on_parts(partial(gather_cuts, replicated=replicated), x, cuts, automatic_split)
         return cut_padding(x, sizes)
     # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
     # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
@@ -117,7 +117,7 @@ def gather_cuts(
         for cut in reversed(cuts):
             assert cut.gather_by.all_gather
             dim = cut.dim % x.ndim
-            shape = whole_shape(x, cut.axes, dim)
+            shape = find_whole_shape(x, cut.axes, dim)
             x = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
             x = check_shape(cut.gather_by, "all_gather", x, shape)
     return cut_padding(x, sizes)
@@ -131,13 +131,13 @@ def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
     grad = grad.astype(dtype)
     automatic_split = _find_automatic_split(cuts, grad.ndim)
     if automatic_split:
-        return _run_in_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, automatic_split)
+        return _run_cuts_on_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, automatic_split)
     # The first cut scatters first, so that later ones send parts of parts: n times less. A reduce_scatter over an axis
     # over which the gradient is complete already, because the loss summed it there, would multiply it by the devices of
     # that axis; the type of the gradient tells, and the device takes its part of the sum instead.
     with jax.named_scope(PLAN):
         for dim in {cut.dim for cut in cuts}:
-            grad = pad_to_axis(grad, axes_along(cuts, dim), dim=dim)
+            grad = pad_to_axis(grad, list_axes_along(cuts, dim), dim=dim)
         for cut in cuts:
             grad = _scatter_cut(grad, cut)
     return grad
@@ -152,7 +152,7 @@ def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
         # Complete over some axes and partial over others: one axis after the other.
         axes_by_step = [(axis,) for axis in cut.axes]
     for axes in axes_by_step:
-        shape = part_shape(grad, axes, dim)
+        shape = find_part_shape(grad, axes, dim)
         if varying_axes(grad) >= set(axes):
             assert cut.reduce_by.reduce_scatter
             grad = cut.reduce_by.reduce_scatter(grad, axes, dim=dim)
@@ -162,7 +162,7 @@ def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
     return grad
 
 
-def axes_along(cuts: Cuts, dim: int) -> tuple[str, ...]:
+def list_axes_along(cuts: Cuts, dim: int) -> tuple[str, ...]:
     """The axes of all cuts of a dim."""
     axes: tuple[str, ...] = ()
     for cut in cuts:

@@ -30,7 +30,7 @@ from shardkit.on_device.example_states import (
 )
 
 
-def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
+def combine_one_example(pair: Pair, operands: Sequence[State]) -> State:
     """The state of a value that is computed from the one example of a loop's iteration, and from whole values."""
     scales = set()
     for state in operands:
@@ -41,7 +41,7 @@ def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
         return Rows(EACH_TURN)
     scale = UNKNOWN
     if pair.name in NONLINEAR:
-        scale = scale_of(pair, operands)
+        scale = find_scale(pair, operands)
     if scale == UNKNOWN:
         return pair.met(f"{pair.name} combines examples with the number of examples")
     return Rows(EACH_TURN, scale=scale)
@@ -52,7 +52,7 @@ def _get_scale(state: State) -> float:
     return UNKNOWN if isinstance(state, Met) else state.scale
 
 
-def scale_of(pair: Pair, states: Sequence[State]) -> float:
+def find_scale(pair: Pair, states: Sequence[State]) -> float:
     """The scale of an elementwise result."""
     name = pair.name
     scales = [_get_scale(state) for state in states]
@@ -107,7 +107,7 @@ def combine_elements(pair: Pair, operands: list[State]) -> State:
         return operands[1]
     if select(operands, Total):
         return _of_totals(pair, operands)
-    scale = scale_of(pair, operands)
+    scale = find_scale(pair, operands)
     if scale == UNKNOWN:
         is_integer = jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer)
         if name == "add" and is_integer:  # x[i] adds n to i < 0

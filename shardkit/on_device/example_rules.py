@@ -15,7 +15,7 @@ from shardkit.on_device import moving_rules as moving
 from shardkit.on_device.elementwise_rules import combine_elements
 from shardkit.on_device.example_states import Pair, Rows, State, Total, Whole, any_whole
 from shardkit.on_device.indexing_rules import scatter
-from shardkit.on_device.moving_rules import Rule, of_one_operand
+from shardkit.on_device.moving_rules import Rule, wrap_one_operand
 
 _MOVED_DIMS = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
 
@@ -46,24 +46,24 @@ _DRAWS = ("random_wrap", "random_unwrap", "random_bits", "random_split", "random
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, combine_elements),
-    **dict.fromkeys(_REDUCTIONS, of_one_operand(combining.reduce_dims)),
-    **dict.fromkeys(("argmax", "argmin"), of_one_operand(combining.find_extremum)),
-    **dict.fromkeys(_CUMULATIVE, of_one_operand(combining.accumulate)),
+    **dict.fromkeys(_REDUCTIONS, wrap_one_operand(combining.reduce_dims)),
+    **dict.fromkeys(("argmax", "argmin"), wrap_one_operand(combining.find_extremum)),
+    **dict.fromkeys(_CUMULATIVE, wrap_one_operand(combining.accumulate)),
     **dict.fromkeys(_WINDOWS, combining.reduce_windows),
     **dict.fromkeys(_MATRICES, combining.factorize),
     **dict.fromkeys(_SCATTERS, scatter),
     **dict.fromkeys(_DRAWS, combining.draw),
     "random_fold_in": combine_elements,
-    "broadcast_in_dim": of_one_operand(moving.broadcast),
-    "transpose": of_one_operand(moving.transpose),
-    "squeeze": of_one_operand(moving.squeeze),
-    "reshape": of_one_operand(moving.reshape),
-    "rev": of_one_operand(moving.reverse),
-    "slice": of_one_operand(moving.take_slice),
+    "broadcast_in_dim": wrap_one_operand(moving.broadcast),
+    "transpose": wrap_one_operand(moving.transpose),
+    "squeeze": wrap_one_operand(moving.squeeze),
+    "reshape": wrap_one_operand(moving.reshape),
+    "rev": wrap_one_operand(moving.reverse),
+    "slice": wrap_one_operand(moving.take_slice),
     "split": moving.split,
     "stack": moving.stack,
-    "unstack": of_one_operand(moving.unstack),
-    "dynamic_slice": of_one_operand(moving.dynamic_slice),
+    "unstack": wrap_one_operand(moving.unstack),
+    "dynamic_slice": wrap_one_operand(moving.dynamic_slice),
     "dynamic_update_slice": moving.dynamic_update,
     "pad": moving.pad,
     "concatenate": moving.concatenate,
@@ -71,5 +71,5 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": combining.convolve,
     "sort": combining.sort,
     "top_k": combining.take_top,
-    "fft": of_one_operand(combining.transform),
+    "fft": wrap_one_operand(combining.transform),
 }

@@ -29,7 +29,7 @@ from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.cuts import axes_along, check_shape, part_shape, scatter_cuts, whole_shape
+from shardkit.on_device.cuts import check_shape, find_part_shape, find_whole_shape, list_axes_along, scatter_cuts
 from shardkit.plans.splits import Cut, LeafLayout
 from shardkit.plans.storage import is_padded, stored_array
 
@@ -108,7 +108,7 @@ def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: 
     gradient = add_residual(gradient)
     for dim in {cut.dim for cut in cuts_after}:
         rows = gradient.grad.shape[dim]
-        padded_grad = pad_to_axis(gradient.grad, axes_along(cuts_after, dim), dim=dim)
+        padded_grad = pad_to_axis(gradient.grad, list_axes_along(cuts_after, dim), dim=dim)
         take_rows = partial(lax.slice_in_dim, start_index=0, limit_index=rows, axis=dim)
         gradient = _advance(gradient, padded_grad, take_rows)
     for cut in cuts_after:
@@ -125,7 +125,7 @@ def _scatter_cut(gradient: PartialGradient, cut: Cut, dtype: Any) -> PartialGrad
     # What the algorithm leaves out belongs to this device's operand, before the sum, so the next step adds it before
     # its sum. Added after the sum, every device would add it again.
     shape = gradient.grad.shape
-    shape_of_part = part_shape(gradient.grad, axes, cut.dim)
+    shape_of_part = find_part_shape(gradient.grad, axes, cut.dim)
     if algorithm.feedback:
         part, left_out = algorithm.reduce_scatter(gradient.grad.astype(jnp.float32), axes, dim=cut.dim)
         check_shape(algorithm, "reduce_scatter", left_out, shape)
@@ -209,7 +209,7 @@ def _keep_on_first_device(left_out: jax.Array, axes: tuple[str, ...]) -> jax.Arr
 
 def _place_in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """An array of the shape before a scatter: zeros, with this device's part at its rows."""
-    zeros = jnp.zeros(whole_shape(part, axes, dim), part.dtype)
+    zeros = jnp.zeros(find_whole_shape(part, axes, dim), part.dtype)
     first_row = axis_index(axes) * part.shape[dim]
     result_axes = varying_axes(part) | set(axes)
     zeros = vary(zeros, tuple(sorted(result_axes)))

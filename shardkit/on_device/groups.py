@@ -42,7 +42,7 @@ from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
 from shardkit.meshes.layout import all_axes, count_devices, path_name, spec_axes
 from shardkit.on_device.batch import example_axes, split_microbatches
 from shardkit.on_device.means import divisor_of
-from shardkit.on_device.metrics import means_of_groups
+from shardkit.on_device.metrics import sum_means_of_groups
 from shardkit.on_device.microbatches import (
     ComputeSums,
     ComputeSumsOfLeaves,
@@ -148,7 +148,7 @@ class Groups(NamedTuple):
             split its update: the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
         """
         axes = example_axes(placement.batch)
-        means = means_of_groups(means, axes)
+        means = sum_means_of_groups(means, axes)
         divisor = divisor_of(means["loss"].weight) * scale
 
         def leave_leaf(layout: LeafLayout, grad: jax.Array) -> Any:
@@ -175,7 +175,8 @@ class Groups(NamedTuple):
         Refuses a function that multiplies matrices, or that sums over elements while a leaf is split by `specs`, the
         layouts of the parameters. `words` name the function in the error, and say what to use instead.
         """
-        _check_update(jax.make_jaxpr(update)(inputs, old).jaxpr, specs, *words)
+        function, remedy = words
+        _check_update(jax.make_jaxpr(update)(inputs, old).jaxpr, specs, function, remedy)
 
         def run_update(_: Any, carry: Any) -> Any:
             inputs, old = carry

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardkit.on_device.elementwise_rules import of_one_example
+from shardkit.on_device.elementwise_rules import combine_one_example
 from shardkit.on_device.example_states import (
     UNKNOWN,
     Met,
@@ -50,7 +50,7 @@ def gather(pair: Pair, operands: list[State]) -> State:
         return pair.met("gather is applied to a sum over the examples")
 
     if is_turn(operand) or is_turn(indices):
-        return of_one_example(pair, operands)
+        return combine_one_example(pair, operands)
     if isinstance(indices, Rows) and indices.scale != 1:
         # With more examples, an example would read at another index.
         return pair.met("gather reads at indices that depend on the number of examples")
@@ -82,7 +82,7 @@ def _read_whole(pair: Pair, operand: Whole, indices: State) -> State:
     for dim, index_dim in shared_dims:
         if index_dim == indices.dim and dim in operand.differs:
             return met
-    return Rows(_result_dim(pair, indices.dim), indices.copies, operand.scale)
+    return Rows(_find_result_dim(pair, indices.dim), indices.copies, operand.scale)
 
 
 def _read_own_part(pair: Pair, operand: Rows, indices: State) -> State:
@@ -94,7 +94,7 @@ def _read_own_part(pair: Pair, operand: Rows, indices: State) -> State:
     indices_of_all = isinstance(indices, Whole) and shared not in indices.differs
     if not indices_of_each and not indices_of_all:
         return pair.met("gather reads at the place of an example in the batch")
-    return Rows(_result_dim(pair, shared), operand.copies, operand.scale)
+    return Rows(_find_result_dim(pair, shared), operand.copies, operand.scale)
 
 
 def _read_other_dims(pair: Pair, operand: Rows, indices: State) -> State:
@@ -131,10 +131,10 @@ def _read_own_row(pair: Pair, operand: Rows, columns: Sequence[State]) -> State:
             continue
         if not isinstance(state, Whole) or not fits_beside(state, rows):
             return met
-    return Rows(_result_dim(pair, index), 1, operand.scale)
+    return Rows(_find_result_dim(pair, index), 1, operand.scale)
 
 
-def _result_dim(pair: Pair, dim: int) -> int:
+def _find_result_dim(pair: Pair, dim: int) -> int:
     """The dim of a gather's result that a dim of its indices becomes."""
     offset_dims = pair.many.params["dimension_numbers"].offset_dims
     index_dims = [result_dim for result_dim in range(len(pair.out)) if result_dim not in offset_dims]

@@ -56,7 +56,7 @@ def if_finite(metrics: Mapping[str, Any], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)
 
 
-def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+def sum_means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     """The means over all devices, from float32 sums `[runs]` of each device's groups.
 
     Cost: one deterministic all_reduce of 8 bytes per mean and run.

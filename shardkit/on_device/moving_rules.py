@@ -25,7 +25,7 @@ _MOVES_TOTALS = {
 }
 
 
-def of_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
+def wrap_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
     """Wraps a rule for rows of one array: further operands are indices, and a sum over the examples may be moved."""
 
     def apply_rule(pair: Pair, operands: list[State]) -> State:

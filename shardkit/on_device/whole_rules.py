@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardkit._jax.primitives import ELEMENTWISE, LINEAR
-from shardkit.on_device.elementwise_rules import scale_of
+from shardkit.on_device.elementwise_rules import find_scale
 from shardkit.on_device.example_states import UNKNOWN, Pair, State, Whole, any_whole, select, shift_dims
 
 # From the operands of an equation to its result; all of its results, where it has several, get the same state.
@@ -96,7 +96,7 @@ def _combine(pair: Pair, wholes: list[Whole]) -> Whole:
         zero = wholes[0].zero
     elif pair.name == "mul":
         zero = any(state.zero for state in wholes)
-    return Whole(differs, scale_of(pair, wholes), zero)
+    return Whole(differs, find_scale(pair, wholes), zero)
 
 
 def _join_differing_dims(wholes: Sequence[Whole]) -> frozenset[int]:
@@ -167,7 +167,7 @@ def _multiply(pair: Pair, wholes: list[Whole]) -> Whole:
             if dim in batch[side]:
                 differs.add(list(batch[side]).index(dim))
             elif dim not in contract[side]:
-                differs.add(free_dim_of_product(side, dim, contract, batch, shapes))
+                differs.add(find_free_dim(side, dim, contract, batch, shapes))
     scale = lhs.scale * rhs.scale
     few_shape = pair.few.invars[0].aval.shape
     for dim in contract[0]:
@@ -176,17 +176,18 @@ def _multiply(pair: Pair, wholes: list[Whole]) -> Whole:
     return Whole(frozenset(differs), scale, lhs.zero or rhs.zero)
 
 
-def free_dim_of_product(side: int, dim: int, contract: Any, batch: Any, shapes: Any) -> int:
+def find_free_dim(side: int, dim: int, contract: Any, batch: Any, shapes: Any) -> int:
     """The dim of dot_general's result that a dim of an operand becomes, which is neither contracted nor shared."""
     # The result has the shared dims first, then the free ones of the left operand, then those of the right one.
-    place = len(batch[0])
-    for number in range(side + 1):
-        used = {*contract[number], *batch[number]}
-        free = [free_dim for free_dim in range(len(shapes[number])) if free_dim not in used]
-        if number == side:
-            return place + free.index(dim)
-        place += len(free)
-    raise AssertionError(side)
+    dims_before = len(batch[0])
+    if side == 1:
+        dims_before += len(_list_free_dims(0, contract, batch, shapes))
+    return dims_before + _list_free_dims(side, contract, batch, shapes).index(dim)
+
+
+def _list_free_dims(side: int, contract: Any, batch: Any, shapes: Any) -> list[int]:
+    used = {*contract[side], *batch[side]}
+    return [dim for dim in range(len(shapes[side])) if dim not in used]
 
 
 def _change_some_dims(pair: Pair, wholes: list[Whole]) -> Whole:

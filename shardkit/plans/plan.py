@@ -8,7 +8,7 @@ so a new strategy is a new file with a placement rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -55,28 +55,17 @@ class Plan(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis the plan uses."""
-        axes: list[str] = []
-        for strategy in self.strategies:
-            axes += strategy.axes
-        return tuple(axes)
+        return _list_axes(self.strategies)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the batch."""
-        axes: list[str] = []
-        for strategy in self.strategies:
-            if strategy.batch_dim is not None:
-                axes += strategy.axes
-        return tuple(axes)
+        return _list_axes([strategy for strategy in self.strategies if strategy.batch_dim is not None])
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
         """The mesh axes along which each device has layers of its own: the axes of pp."""
-        axes: list[str] = []
-        for strategy in self.strategies:
-            if strategy.stages is not None:
-                axes += strategy.axes
-        return tuple(axes)
+        return _list_axes([strategy for strategy in self.strategies if strategy.stages is not None])
 
     def accumulate(self) -> Plan:
         """This plan in a step of several microbatches."""
@@ -333,6 +322,13 @@ class Placement:
             if len(layout.seen):
                 return path_name(path)
         return ""
+
+
+def _list_axes(strategies: Sequence[Strategy]) -> tuple[str, ...]:
+    axes: list[str] = []
+    for strategy in strategies:
+        axes += strategy.axes
+    return tuple(axes)
 
 
 def _split_shape(shape: tuple[int, ...], split: Split, mesh: Mesh) -> tuple[int, ...]:
