@@ -306,13 +306,14 @@ class _LossReader:
         if over_examples and any(map(is_turn, operands)):
             return [pair.met("a loop over the examples runs for every example")] * len(pair.many.outvars)
 
-        def turn(carry: list[State]) -> list[State]:
+        def run_turn(carry: list[State]) -> list[State]:
             results = self._run_inner(pair, [*constants, *carry, *slices])
-            return _join_all(pair, carry, results[: len(carry)])  # the results after the carry are stacked
+            next_carry = results[: len(carry)]  # the results after the carry are stacked
+            return _join_all(pair, carry, next_carry)
 
         # One turn may change what a carry is: zeros, to which each turn adds a row of examples, are whole before and a
         # sum after.
-        settled_carry = find_fixed_point(carry, turn)
+        settled_carry = find_fixed_point(carry, run_turn)
         if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
             for number, state in enumerate(settled_carry):
                 if not isinstance(state, Whole):

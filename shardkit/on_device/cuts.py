@@ -28,7 +28,7 @@ def count_from_end(cuts: Cuts, ndim: int) -> Cuts:
     return tuple(counted)
 
 
-def run_on_automatic_parts(
+def in_automatic_parts(
     fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]
 ) -> jax.Array:
     """`fn(x)` on the partitioner's parts of x: the axes by which it splits dims, `split`, are Manual inside.
@@ -57,7 +57,7 @@ def _find_automatic_split(cuts: Cuts, ndim: int) -> dict[int, tuple[str, ...]]:
     return split
 
 
-def _run_cuts_on_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
+def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split: Mapping[int, Any]) -> jax.Array:
     """`fn(x, cuts=...)`, the collectives of some cuts, on the partitioner's parts of x.
 
     Inside, the partitioner splits no dim. The backward pass of an algorithm recomputes everything from its operand:
@@ -72,7 +72,7 @@ def _run_cuts_on_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, s
     fn = partial(fn, cuts=tuple(cuts_of_parts))
     if not plain:
         fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-    return run_on_automatic_parts(fn, x, split)
+    return in_automatic_parts(fn, x, split)
 
 
 def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int, ...]) -> Any:
@@ -105,7 +105,7 @@ def gather_cuts(
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
     automatic_split = _find_automatic_split(cuts, x.ndim)
     if automatic_split:
-        x = _run_cuts_on_parts(partial(gather_cuts, replicated=replicated), x, cuts, automatic_split)
+        x = _run_in_parts(partial(gather_cuts, replicated=replicated), x, cuts, automatic_split)
         return cut_padding(x, sizes)
     # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
     # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
@@ -131,7 +131,7 @@ def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
     grad = grad.astype(dtype)
     automatic_split = _find_automatic_split(cuts, grad.ndim)
     if automatic_split:
-        return _run_cuts_on_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, automatic_split)
+        return _run_in_parts(partial(scatter_cuts, dtype=dtype), grad, cuts, automatic_split)
     # The first cut scatters first, so that later ones send parts of parts: n times less. A reduce_scatter over an axis
     # over which the gradient is complete already, because the loss summed it there, would multiply it by the devices of
     # that axis; the type of the gradient tells, and the device takes its part of the sum instead.

@@ -232,8 +232,8 @@ def find_first_cut(layout: LeafLayout) -> int:
     # before all three. Before the last cut would be too late: the gradient has its padding for both cuts of dim 0 then,
     # and the residual has none.
     while True:
-        dims_after = {cut.dim for cut in cuts[first:]}
-        earlier = [number for number in range(first) if cuts[number].dim in dims_after & padded_dims]
+        padded_after = padded_dims.intersection(cut.dim for cut in cuts[first:])
+        earlier = [number for number in range(first) if cuts[number].dim in padded_after]
         if not earlier:
             return first
         first = earlier[0]

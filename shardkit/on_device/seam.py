@@ -35,7 +35,7 @@ from shardkit._jax.jaxprs import PLAN
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import all_axes, spec_axes, split_dims
-from shardkit.on_device.cuts import count_from_end, gather_cuts, run_on_automatic_parts, scatter_cuts, take_part
+from shardkit.on_device.cuts import count_from_end, gather_cuts, in_automatic_parts, scatter_cuts, take_part
 from shardkit.on_device.feedback import (
     PartialGradient,
     add_residual,
@@ -252,7 +252,7 @@ def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Arr
     # Where XLA's partitioner splits dims of the leaf too (`manual=`), each device sums only its own part.
     automatic_split = split_dims(layout.automatic)
     if automatic_split:
-        return run_on_automatic_parts(partial(all_reduce, axis=axes), grad, automatic_split)
+        return in_automatic_parts(partial(all_reduce, axis=axes), grad, automatic_split)
     return all_reduce(grad, axes)
 
 

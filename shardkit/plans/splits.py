@@ -211,7 +211,7 @@ class LeafLayout(NamedTuple):
                 continue
             for cut in split.cuts:
                 # Each cut knows the partitioner's dims, so that its collective can run on the partitioner's parts
-                # (`run_on_automatic_parts`).
+                # (`in_automatic_parts`).
                 _add_cut(cuts, cut._replace(automatic=automatic))
         return tuple(cuts)
 
