@@ -132,8 +132,8 @@ def _make_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
         # A scalar counts as the mean of equally many examples on every device: weight 1 for each of them.
         mean = Mean(value, jnp.float32(1))
     for number in mean:
-        has_refused_dims = jnp.shape(number) and not shaped
-        if not is_real(dtype_of(number)) or has_refused_dims:
+        # First the dtype: what is no number has no shape.
+        if not is_real(dtype_of(number)) or (jnp.shape(number) and not shaped):
             raise TypeError(
                 f"{rule}; got {describe_type(value)}. Sum over the examples and return Mean(total, weight), or their "
                 "mean."
