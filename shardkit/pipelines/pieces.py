@@ -240,7 +240,7 @@ class Pieces:
                     layers = (layers, numbers)
                 return self._model.stage(layers, x, args.keys)
 
-            return call_sealed(call, layers, at=self._model.stack)
+            return call_sealed(call, layers, at=(self._model.stack,))
 
         least = self._least
         x = run(jax.tree.map(lambda leaf: leaf[:least], (args.layers, numbers)), x)
