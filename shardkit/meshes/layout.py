@@ -80,6 +80,11 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     return jax.tree_util.tree_map_with_path(make_spec, logical_axes, is_leaf=_is_names)
 
 
+def count_devices(mesh: Any, axes: Iterable[str]) -> int:
+    """The number of devices along some axes of a mesh together: 8 of "data" with 4 and "model" with 2."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 @typed
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> tuple[int, ...]:
     """Returns the shape of one device's shard of a global array.
@@ -107,7 +112,7 @@ def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
     local = list(shape)
     for dim, axes in enumerate(spec_axes(spec)):
         if axes:
-            count = math.prod(mesh.shape[axis] for axis in axes)
+            count = count_devices(mesh, axes)
             divides(where, dim, shape[dim], axes, count)
             local[dim] //= count
     return tuple(local)

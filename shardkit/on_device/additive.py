@@ -36,7 +36,7 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import find_called_program, find_fixed_point, scan_operands
 from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, source_line, user_line
 from shardkit._jax.primitives import registered
-from shardkit.on_device.elementwise_rules import of_one_example
+from shardkit.on_device.elementwise_rules import combine_one_example
 from shardkit.on_device.example_rules import RULES, send_along
 from shardkit.on_device.example_states import (
     EACH_TURN,
@@ -49,12 +49,16 @@ from shardkit.on_device.example_states import (
     Whole,
     any_whole,
     are_all,
+    find_long_dims,
     is_turn,
     join,
     select,
+    shift_dims,
 )
 from shardkit.on_device.indexing_rules import gather
 from shardkit.on_device.whole_rules import whole_results
+
+_ANOTHER_PROGRAM = "another program runs for another number of examples"
 
 
 class Loss(NamedTuple):
@@ -84,19 +88,21 @@ def read_loss(few: Any, many: Any, states: Sequence[State], examples: int, batch
         batch_axes: the mesh axes whose devices have different examples.
     """
     reader = _LossReader(examples, frozenset(batch_axes))
-    constants = _compare_constants(few.consts, many.consts)
+    constants = _read_constants(few.consts, many.consts)
     if len(few.jaxpr.constvars) != len(many.jaxpr.constvars):
         return Loss(Met("another number of constants follows from another number of examples", ""), frozenset())
     outs = reader.run(few.jaxpr, many.jaxpr, [*constants, *states], "", of_plan=False)
     loss = Loss(None, frozenset(reader.sends), tuple(reader.lines), tuple(reader.index_lines))
-    for total, weight in zip(outs[::2], outs[1::2], strict=True):
-        met = _not_additive(total, weight)
+    totals = outs[::2]
+    weights = outs[1::2]
+    for total, weight in zip(totals, weights, strict=True):
+        met = _find_how_examples_meet(total, weight)
         if met is not None:
             return loss._replace(met=met)
     return loss
 
 
-def _not_additive(total: State, weight: State) -> Met | None:
+def _find_how_examples_meet(total: State, weight: State) -> Met | None:
     """How the quotient of a total and a weight is no mean over examples; None if it is one."""
     for state in (total, weight):
         if isinstance(state, Met):
@@ -106,39 +112,47 @@ def _not_additive(total: State, weight: State) -> Met | None:
     # A loss of zero is zero on every mesh, whatever its weight.
     if isinstance(total, Whole) and total.zero:
         return None
-    if UNKNOWN in (_growth(total), _growth(weight)):
+    total_growth = _find_growth(total)
+    weight_growth = _find_growth(weight)
+    if UNKNOWN in (total_growth, weight_growth):
         return Met("the loss depends on the number of examples in another way than as a factor", "")
-    if _growth(total) != _growth(weight):
+    if total_growth != weight_growth:
         return Met("the total is a sum over the examples and the weight does not count them", "")
     return None
 
 
-def _growth(state: Any) -> float:
+def _find_growth(state: Any) -> float:
     """By what factor a total or a weight grows with the number of examples, as 1 of a mean and 2 of a sum."""
     # For 2n examples a Total is `scale` times the sum of two halves, each about as large as the total of n.
-    return 2 * state.scale if isinstance(state, Total) else state.scale
+    if isinstance(state, Total):
+        return 2 * state.scale
+    return state.scale
 
 
-def _constant(few: Any, many: Any) -> Whole:
+def _read_constant(few: Any, many: Any) -> Whole:
     """What a constant of both programs is."""
     shape = np.shape(many)
-    differs = frozenset(dim for dim, size in enumerate(shape) if size > 1)
+    differs = find_long_dims(shape)
     if differs or few is many:
         return Whole(differs)
-    is_same_number = np.shape(few) == shape and bool(np.all(few == many))
-    return Whole(scale=1.0 if is_same_number else UNKNOWN)
+    if np.shape(few) == shape and np.all(few == many):
+        return Whole()
+    return Whole(scale=UNKNOWN)
 
 
-def _literal(few: Any, many: Any) -> Whole:
+def _read_literal(few: Any, many: Any) -> Whole:
     """What a literal of both programs is: n in the one and 2n in the other has scale 2."""
     if np.shape(many):
-        return _constant(few, many)
+        return _read_constant(few, many)
     if not np.issubdtype(np.result_type(many), np.number):
-        return Whole(scale=1.0 if few == many else UNKNOWN, zero=not many)
-    both_nan = few != few and many != many
+        scale = 1.0 if few == many else UNKNOWN
+        return Whole(scale=scale, zero=not many)
+    both_nan = np.isnan(few) and np.isnan(many)
     if few == many or both_nan:
         return Whole(zero=bool(many == 0))
-    return Whole(scale=float(many) / float(few) if few else UNKNOWN)
+    if not few:
+        return Whole(scale=UNKNOWN)
+    return Whole(scale=float(many) / float(few))
 
 
 class _LossReader:
@@ -164,46 +178,44 @@ class _LossReader:
         """
         variables = (*many.constvars, *many.invars)
         states_by_variable: dict[Any, State] = dict(zip(variables, states, strict=True))
-        if len(few.eqns) != len(many.eqns):
-            self._run_unequal(many, states_by_variable, line, of_plan)
-        else:
-            for equation, twin in zip(many.eqns, few.eqns, strict=True):
-                in_plan = of_plan or compat.in_scope(equation, PLAN)
-                pair = Pair(twin, equation, self.examples, _line_of(equation, line), in_plan)
-                operands = _read_all(twin.invars, equation.invars, states_by_variable)
-                results: Sequence[State]
-                if _is_same_operation(twin, equation):
-                    results = self.step(pair, operands)
-                else:
-                    results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
-                    self._note_sends(equation, pair.line, pair.of_plan)
-                states_by_variable.update(zip(equation.outvars, results, strict=True))
+        # With another number of equations nothing says which of them belong together: each is then read alone.
+        paired = len(few.eqns) == len(many.eqns)
+        twins = few.eqns if paired else many.eqns
+        for twin, equation in zip(twins, many.eqns, strict=True):
+            in_plan = of_plan or compat.in_scope(equation, PLAN)
+            pair = Pair(twin, equation, self.examples, _find_line(equation, line), in_plan)
+            operands = _read_all(twin.invars, equation.invars, states_by_variable)
+            results: Sequence[State]
+            if not paired:
+                results = self._step_alone(pair, operands)
+            elif _is_same_operation(twin, equation):
+                results = self.step(pair, operands)
+            else:
+                self._note_sends(equation, pair.line, pair.of_plan)
+                results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
+            states_by_variable.update(zip(equation.outvars, results, strict=True))
         return _read_all(few.outvars, many.outvars, states_by_variable)
 
-    def _run_unequal(self, many: Any, states_by_variable: dict[Any, State], line: str, of_plan: bool) -> None:
-        """Fills in the results of a program with another number of equations for another number of examples."""
-        for equation in many.eqns:
-            in_plan = of_plan or compat.in_scope(equation, PLAN)
-            pair = Pair(equation, equation, self.examples, _line_of(equation, line), in_plan)
-            operands = _read_all(equation.invars, equation.invars, states_by_variable)
-            results: Sequence[State]
-            if are_all(operands, Whole):
-                results = [any_whole(variable, UNKNOWN) for variable in equation.outvars]
-            else:
-                results = [pair.met(_ANOTHER_PROGRAM)] * len(equation.outvars)
-            self._note_sends(equation, pair.line, pair.of_plan)
-            states_by_variable.update(zip(equation.outvars, results, strict=True))
+    def _step_alone(self, pair: Pair, operands: list[State]) -> Sequence[State]:
+        """The states of the results of an equation to which none of the program for n examples belongs."""
+        self._note_sends(pair.many, pair.line, pair.of_plan)
+        if are_all(operands, Whole):
+            return [any_whole(variable, UNKNOWN) for variable in pair.many.outvars]
+        return [pair.met(_ANOTHER_PROGRAM)] * len(pair.many.outvars)
 
     def _note_send(self, equation: Any, line: str, of_plan: bool) -> bool:
         """Notes an equation by which the loss sends over the batch axes, or asks for the index; whether it is one."""
         axes = self.batch_axes & frozenset(mesh_axes(equation))
-        is_collective = kind_of(equation) is not None
-        # What a plan sends of its own leaves, as a gather of a layer's weights, is right whatever the loss is.
-        is_of_the_loss = is_collective and not of_plan
-        if not axes or not (is_of_the_loss or equation.primitive.name == "axis_index"):
+        if not axes:
+            return False
+        if equation.primitive.name == "axis_index":
+            lines = self.index_lines
+        elif kind_of(equation) is not None and not of_plan:
+            # What a plan sends of its own leaves, as a gather of a layer's weights, is right whatever the loss is.
+            lines = self.lines
+        else:
             return False
         self.sends.update(axes)
-        lines = self.lines if is_collective else self.index_lines
         lines.append(line)
         return True
 
@@ -212,7 +224,8 @@ class _LossReader:
         self._note_send(equation, line, of_plan)
         for _, body in compat.inner_jaxprs(equation):
             for inner in body.eqns:
-                self._note_sends(inner, _line_of(inner, line), of_plan or compat.in_scope(inner, PLAN))
+                in_plan = of_plan or compat.in_scope(inner, PLAN)
+                self._note_sends(inner, _find_line(inner, line), in_plan)
 
     def step(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         """The states of the results of an equation.
@@ -223,7 +236,7 @@ class _LossReader:
         equation = pair.many
         name = pair.name
         if find_called_program(equation) is not None or name == "shard_map":
-            return self._call(pair, operands)
+            return self._run_inner(pair, operands)
         if name == "scan":
             return self._scan(pair, operands)
         if name == "while":
@@ -236,7 +249,7 @@ class _LossReader:
             # The result is taken for Whole, also where devices differ, as after a ppermute: whether the loss is right
             # to send it is not decided here. Such a loss is compared with one device (steps/whole_batch.py).
             return [any_whole(variable) for variable in equation.outvars]
-        met = _first_met(operands)
+        met = _find_first_met(operands)
         if kind_of(equation) is not None and met is None:
             results = []
             for state, variable in zip(operands, equation.outvars, strict=False):
@@ -254,11 +267,8 @@ class _LossReader:
         _, many = compat.inner_jaxprs(pair.many)[number]
         constants_few = compat.inner_constants(pair.few)[number]
         constants_many = compat.inner_constants(pair.many)[number]
-        constants = _compare_constants(constants_few, constants_many)
+        constants = _read_constants(constants_few, constants_many)
         return self.run(few, many, [*constants, *operands], pair.line, of_plan=pair.of_plan)
-
-    def _call(self, pair: Pair, operands: list[State]) -> Sequence[State]:
-        return self._run_inner(pair, operands)
 
     def _cond(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         predicate, *arguments = operands
@@ -266,7 +276,7 @@ class _LossReader:
         if not isinstance(predicate, Whole):
             self._note_sends(pair.many, pair.line, pair.of_plan)  # its branches are not read
             if is_turn(predicate):
-                return [of_one_example(pair, operands)] * count
+                return [combine_one_example(pair, operands)] * count
             if isinstance(predicate, Met):
                 return [predicate] * count
             return [pair.met("a branch is chosen by the examples")] * count
@@ -280,29 +290,30 @@ class _LossReader:
         outs = pair.many.outvars
         self._note_sends(pair.many, pair.line, pair.of_plan)  # its body is not read
         if any(map(is_turn, operands)):
-            return [of_one_example(pair, operands)] * len(outs)
+            return [combine_one_example(pair, operands)] * len(outs)
         if not are_all(operands, Whole):
-            met = _first_met(operands) or pair.met("the examples decide when a loop ends")
+            met = _find_first_met(operands) or pair.met("the examples decide when a loop ends")
             return [met] * len(outs)
-        scales_known = all(state.scale == 1 for state in select(operands, Whole))
+        same_operands = all(state.scale == 1 for state in select(operands, Whole))
         same_loop = str(pair.few.params) == str(pair.many.params)  # its bounds may be numbers in it
-        scale = 1.0 if scales_known and same_loop else UNKNOWN
+        scale = 1.0 if same_operands and same_loop else UNKNOWN
         return [any_whole(variable, scale) for variable in outs]
 
     def _scan(self, pair: Pair, operands: list[State]) -> Sequence[State]:
         constants, carry, stacks = scan_operands(pair.many, operands)
-        slices = [_slice_of(state) for state in stacks]
+        slices = [_take_turn(state) for state in stacks]
         over_examples = any(state.dim == 0 for state in select(stacks, Rows))
         if over_examples and any(map(is_turn, operands)):
             return [pair.met("a loop over the examples runs for every example")] * len(pair.many.outvars)
 
-        def turn(carry: list[State]) -> list[State]:
+        def run_turn(carry: list[State]) -> list[State]:
             results = self._run_inner(pair, [*constants, *carry, *slices])
-            return _join_all(pair, carry, results[: len(carry)])  # the results after the carry are stacked
+            next_carry = results[: len(carry)]  # the results after the carry are stacked
+            return _join_all(pair, carry, next_carry)
 
         # One turn may change what a carry is: zeros, to which each turn adds a row of examples, are whole before and a
         # sum after.
-        settled_carry = find_fixed_point(carry, turn)
+        settled_carry = find_fixed_point(carry, run_turn)
         if over_examples:  # what a loop over the examples carries from one to the next must not depend on them
             for number, state in enumerate(settled_carry):
                 if not isinstance(state, Whole):
@@ -312,23 +323,20 @@ class _LossReader:
             for number, state in enumerate(settled_carry):
                 if isinstance(state, Whole):
                     settled_carry[number] = replace(state, scale=UNKNOWN)
-        stacked = [_stack_of(state, over_examples) for state in results[len(carry) :]]
-        return [*settled_carry, *stacked]
+        stacks_after = [_stack_turns(state, over_examples) for state in results[len(carry) :]]
+        return [*settled_carry, *stacks_after]
 
 
-_ANOTHER_PROGRAM = "another program runs for another number of examples"
-
-
-def _line_of(equation: Any, around: str) -> str:
+def _find_line(equation: Any, around: str) -> str:
     """The user's line; within a function of shardkit with a derivative of its own that of its call, `around`."""
     return user_line(equation) or around or source_line(equation)
 
 
-def _compare_constants(constants_few: Sequence[Any], constants_many: Sequence[Any]) -> list[State]:
+def _read_constants(constants_few: Sequence[Any], constants_many: Sequence[Any]) -> list[State]:
     """The states of the constants of two programs, as far as both have them."""
     states: list[State] = []
     for few, many in zip(constants_few, constants_many, strict=False):
-        states.append(_constant(few, many))
+        states.append(_read_constant(few, many))
     return states
 
 
@@ -339,7 +347,7 @@ def _read_all(atoms_few: Sequence[Any], atoms_many: Sequence[Any], states_by_var
         if not hasattr(many, "val"):
             states.append(states_by_variable[many])
         elif hasattr(few, "val"):
-            states.append(_literal(few.val, many.val))
+            states.append(_read_literal(few.val, many.val))
         else:
             states.append(Whole(scale=UNKNOWN))
     return states
@@ -353,7 +361,7 @@ def _join_all(pair: Pair, states: Sequence[State], branch_states: Sequence[State
     return joined
 
 
-def _first_met(operands: Sequence[State]) -> Met | None:
+def _find_first_met(operands: Sequence[State]) -> Met | None:
     for state in operands:
         if isinstance(state, Met):
             return state
@@ -370,15 +378,17 @@ def _apply_rule(pair: Pair, operands: list[State]) -> Sequence[State]:
     if are_all(operands, Whole):
         return whole_results(pair, operands)
     if any(map(is_turn, operands)):
-        return [of_one_example(pair, operands)] * count
+        return [combine_one_example(pair, operands)] * count
     rule = RULES.get(pair.name)
     if rule is None:
         return [pair.met(f"{pair.name} is applied to several examples at once")] * count
     result = rule(pair, operands)
-    return result if isinstance(result, list) else [result] * count
+    if isinstance(result, list):
+        return result
+    return [result] * count
 
 
-def _slice_of(state: State) -> State:
+def _take_turn(state: State) -> State:
     """What one iteration of a scan gets of an array over whose dim 0 it goes."""
     if isinstance(state, Rows):
         if state.dim > 0:
@@ -389,16 +399,19 @@ def _slice_of(state: State) -> State:
         return Rows(EACH_TURN, scale=state.scale)
     if isinstance(state, Whole):
         index = state.index - 1 if state.index else None
-        return replace(state, differs=frozenset(dim - 1 for dim in state.differs if dim), index=index)
+        return replace(state, differs=shift_dims(state.differs, (0,)), index=index)
     return state
 
 
-def _stack_of(state: State, over_examples: bool) -> State:
+def _stack_turns(state: State, over_examples: bool) -> State:
     """What the results of all iterations of a scan are, stacked along dim 0."""
-    if isinstance(state, Rows) and state.dim == EACH_TURN:
-        return Rows(0, scale=state.scale) if over_examples else state
     if isinstance(state, Rows):
-        return Rows(state.dim + 1, state.copies, state.scale)
+        if state.dim != EACH_TURN:
+            return replace(state, dim=state.dim + 1)
+        if over_examples:
+            return Rows(0, scale=state.scale)
+        return state
     if isinstance(state, Whole):
-        return Whole(frozenset([0, *(dim + 1 for dim in state.differs)]), state.scale)
+        moved_dims = frozenset(dim + 1 for dim in state.differs)
+        return Whole(moved_dims | {0}, state.scale)
     return state

@@ -35,6 +35,22 @@ class Remark(NamedTuple):
     remedy: str
 
 
+class _Quotient(NamedTuple):
+    """A division by a sum over this device's examples."""
+
+    axes: Axes  # over which the sum differs
+    line: str
+
+
+class _Term(NamedTuple):
+    """What is the same on all devices along some axes, beside a total that differs along them: a term or a weight."""
+
+    kind: str  # a key of `_REMEDIES`
+    axes: Axes
+    line: str
+    factor: float  # as that of a `_Fact`
+
+
 class _Fact(NamedTuple):
     """What is known of a value on one device."""
 
@@ -43,20 +59,18 @@ class _Fact(NamedTuple):
     from_argument: bool = False  # whether it depends on an argument; if not, it is a constant
     factor: float = math.nan  # a constant's value, or the product of the constants by which a value was multiplied
     total: bool = False  # whether it is a sum over this device's examples, as a number of those that a mask keeps
-    # the quotients by such a sum in which it is linear: the axes over which the sum differs, and the line
-    divided: frozenset[tuple[Axes, str]] = frozenset()
-    # the terms that are the same on all devices and were added to a term that differs: kind, axes, line and factor
-    terms: frozenset[tuple[str, Axes, str, float]] = frozenset()
+    quotients: frozenset[_Quotient] = frozenset()  # those in which it is linear
+    terms: frozenset[_Term] = frozenset()  # those of which it is the sum, beside terms that differ
 
 
-_ALIKE = {
+_REMEDIES = {
     "a term of the total": "Weight it, mean.total + mean.weight * term, or return mean + sk.Mean(term, 1).",
     "the weight": "Divide the total by it, and count the examples, sk.Mean(total / value, count).",
 }
 _ARGUMENT = _Fact(from_argument=True, factor=1.0)
 
 
-def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
+def find_uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
     """Two mistakes in the loss of a step: a sum of each device's quotients, and a term that all devices have and sum.
 
     A sum of quotients counts only along axes over which the program has at least `sums` reductions.
@@ -67,9 +81,10 @@ def uncommon_losses(jaxpr: Any, sums: int = 1) -> list[Remark]:
     for site in walk(jaxpr):
         if kind_of(site.equation) in ("all_reduce", "reduce_scatter"):
             counts.update(mesh_axes(site.equation))
-    remarks = list(reader.alike)
+    remarks = list(reader.remarks)
     for line, axes in reader.quotients.items():
-        if not any(counts[axis] >= sums for axis in axes):
+        most_sums = max(counts[axis] for axis in axes)
+        if most_sums < sums:
             continue
         message = (
             "each device divides by a sum over its examples, and the quotients are summed over "
@@ -84,13 +99,13 @@ class _StepReader(JaxprInterpreter[_Fact]):
     """Follows a traced step; collects the summed quotients by line, and a remark for each term that all devices share.
 
     Worked example: `jnp.sum(x) / jnp.sum(mask)` of this device's examples, with `x` and `mask` split over "data". Both
-    sums differ over "data", and the divisor is a `total`: the quotient has `divided` = {({"data"}, line)}. The step
+    sums differ over "data", and the divisor is a `total`: the result has the quotient ({"data"}, line). The step
     sums the loss by an all_reduce over "data": the line is a mean of quotients.
     """
 
     def __init__(self) -> None:
         self.quotients: dict[str, Axes] = {}
-        self.alike: list[Remark] = []
+        self.remarks: list[Remark] = []  # on terms that all devices share
         self._sizes: dict[str, int] = {}  # of the mesh axes with several devices
         self._of_plan = False  # whether a plan traced the equation that is read, or one around it
 
@@ -116,9 +131,11 @@ class _StepReader(JaxprInterpreter[_Fact]):
         return results
 
     def shard_map(self, equation: Any, body: Any, operands: list[_Fact]) -> Sequence[_Fact]:
-        mesh = equation.params["mesh"].shape
-        self._sizes.update({axis: size for axis, size in mesh.items() if size > 1})
-        self.run(body, [_ARGUMENT._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]])
+        for axis, size in equation.params["mesh"].shape.items():
+            if size > 1:
+                self._sizes[axis] = size
+        arguments = [_ARGUMENT._replace(differs=all_axes(spec)) for spec in equation.params["in_specs"]]
+        self.run(body, arguments)
         # Outside of shard_map an array is global, and the same to all devices.
         return [_ARGUMENT] * len(equation.outvars)
 
@@ -144,24 +161,26 @@ class _StepReader(JaxprInterpreter[_Fact]):
         fact = _combine(equation, operands, self._of_plan)
         for program in compat.inner_programs(equation):
             jaxpr = getattr(program, "jaxpr", program)
-            carried = [_varying_too(fact, variable) for variable in jaxpr.invars[len(shared) :]]
+            carried = [_add_varying_axes(fact, variable) for variable in jaxpr.invars[len(shared) :]]
             self.run(program, [*shared, *carried])
-        return [_varying_too(fact, variable) for variable in equation.outvars]
+        return [_add_varying_axes(fact, variable) for variable in equation.outvars]
 
-    def _send(self, equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
+    def _send(self, equation: Any, operands: list[_Fact], fact: _Fact) -> _Fact:
         """The fact of a collective's result. A quotient that it sums over devices is recorded."""
         axes = frozenset(mesh_axes(equation))
         kind = kind_of(equation)
         if kind == "all_reduce":
-            for operand in ins:
-                for differs, line in operand.divided:
-                    if differs & axes:
-                        self.quotients[line] = differs & axes
+            for operand in operands:
+                for quotient in operand.quotients:
+                    if quotient.axes & axes:
+                        self.quotients[quotient.line] = quotient.axes & axes
         # What comes from a neighbor still differs from device to device.
         if kind == "ppermute":
             return fact
         # A leaf that the plan gathers is to the loss as a leaf that every device holds: the loss did not make it equal.
-        reduced = fact.reduced if self._of_plan else fact.reduced | axes
+        reduced = fact.reduced
+        if not self._of_plan:
+            reduced = reduced | axes
         return fact._replace(differs=fact.differs - axes, reduced=reduced)
 
     def _check_mean(self, equation: Any, weight: _Fact, total: _Fact) -> None:
@@ -170,28 +189,28 @@ class _StepReader(JaxprInterpreter[_Fact]):
         if weight.from_argument:
             weight_axes = total.differs - weight.differs - weight.reduced
         line = own_line(compat.user_frames(equation))
-        divisor = ("the weight", weight_axes, line, weight.factor)
+        divisor = _Term("the weight", weight_axes, line, weight.factor)
         total_axes = compat.varying_axes(equation.invars[1].aval) & self._sizes.keys()
-        for term, axes, line, factor in (*total.terms, divisor):
-            shared_axes = axes & total_axes
+        for term in (*total.terms, divisor):
+            shared_axes = term.axes & total_axes
             devices = math.prod(self._sizes[axis] for axis in shared_axes)
-            if shared_axes and _counts_each_time(factor, weight, devices):
+            if shared_axes and _counts_each_time(term.factor, weight, devices):
                 message = (
-                    f"{term} of a Mean is the same on all devices along {quote(sorted(shared_axes))}, which sum it: "
-                    "it counts once for each of them, unless it is divided by their number."
+                    f"{term.kind} of a Mean is the same on all devices along {quote(sorted(shared_axes))}, which sum "
+                    "it: it counts once for each of them, unless it is divided by their number."
                 )
-                self.alike.append(Remark("term-of-each-device", message, line, _ALIKE[term]))
+                self.remarks.append(Remark("term-of-each-device", message, term.line, _REMEDIES[term.kind]))
 
 
-def _combine(equation: Any, ins: list[_Fact], of_plan: bool) -> _Fact:
+def _combine(equation: Any, operands: list[_Fact], of_plan: bool) -> _Fact:
     """What is known of a result whatever the equation computes of its operands; `of_plan`: whether a plan traced it."""
     name = equation.primitive.name
     axes = frozenset(mesh_axes(equation))
-    differs = _union(fact.differs for fact in ins)
+    differs = _join(fact.differs for fact in operands)
     if name == "axis_index":
         differs |= axes
-    from_argument = any(fact.from_argument for fact in ins)
-    reduced = _union(fact.reduced for fact in ins)
+    from_argument = any(fact.from_argument for fact in operands)
+    reduced = _join(fact.reduced for fact in operands)
     # By a cast, a loss says that the value is this device's share.
     if registered(name).cast and from_argument and not of_plan:
         reduced |= axes
@@ -199,59 +218,63 @@ def _combine(equation: Any, ins: list[_Fact], of_plan: bool) -> _Fact:
     return _Fact(differs, reduced, from_argument, factor)
 
 
-def _varying_too(fact: _Fact, variable: Any) -> _Fact:
+def _add_varying_axes(fact: _Fact, variable: Any) -> _Fact:
     """The fact of a value whose type says that it varies over further axes."""
     return fact._replace(differs=fact.differs | compat.varying_axes(variable.aval))
 
 
-def _compute(equation: Any, ins: list[_Fact], fact: _Fact) -> _Fact:
+def _compute(equation: Any, operands: list[_Fact], fact: _Fact) -> _Fact:
     """What is known of the result of a plain primitive."""
     name = equation.primitive.name
     keeps = name in VIEWS or registered(name).cast
     if not keeps and name not in _SCALE | _CONTRACTIONS | {"select_n", "concatenate"}:
         return fact
     out = equation.outvars[0].aval
+    quotients = frozenset[_Quotient]()
     if name != "dot_general":
-        fact = fact._replace(divided=_union(operand.divided for operand in ins))
+        quotients = _join(operand.quotients for operand in operands)
     # By itself no mistake: it becomes one if the quotients are summed over devices whose sums differ.
-    if name == "div" and ins[1].total:
-        quotient = (ins[1].differs, source_line(equation))
-        fact = fact._replace(divided=fact.divided | {quotient})
-    has_total = any(operand.total for operand in ins)
+    if name == "div" and operands[1].total:
+        quotients |= {_Quotient(operands[1].differs, source_line(equation))}
+    has_total = any(operand.total for operand in operands)
     keeps_total = keeps or (name in _SCALE and not out.shape)
     # A contraction to a scalar of what differs between devices, as of a mask: it counts this device's examples.
-    sums_examples = name in _CONTRACTIONS and not out.shape and bool(fact.differs & compat.varying_axes(out))
-    fact = fact._replace(total=(has_total and keeps_total) or sums_examples)
-    return _with_terms(fact, ins, equation)
+    contracts_to_scalar = name in _CONTRACTIONS and not out.shape
+    sums_examples = contracts_to_scalar and bool(fact.differs & compat.varying_axes(out))
+    total = (has_total and keeps_total) or sums_examples
+    return _add_terms(fact._replace(quotients=quotients, total=total), operands, equation)
 
 
-def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
+def _join(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset[Any]().union(*sets)
 
 
-def _with_terms(fact: _Fact, ins: list[_Fact], equation: Any) -> _Fact:
+def _add_terms(fact: _Fact, operands: list[_Fact], equation: Any) -> _Fact:
     """The fact with its factor and terms: a sum of scalars may add a term, a product keeps the terms of its operands.
 
     Worked example: `mean.total + 0.1 * penalty`, of which the total differs over "data" and the penalty, of whole
     weights, does not. The sum has the term ("a term of the total", {"data"}, line, 0.1).
     """
     name = equation.primitive.name
-    terms = _union(operand.terms for operand in ins)
-    if name in VIEWS or registered(name).cast or name == "neg" or (name == "reduce_sum" and fact.from_argument):
-        return fact._replace(factor=ins[0].factor, terms=terms)
+    terms = _join(operand.terms for operand in operands)
+    keeps = name in VIEWS or name == "neg" or registered(name).cast
+    if keeps or (name == "reduce_sum" and fact.from_argument):
+        return fact._replace(factor=operands[0].factor, terms=terms)
     if name == "mul":
-        if all(operand.differs for operand in ins):
+        first, second = operands
+        if first.differs and second.differs:
             terms = frozenset()
-        return fact._replace(factor=ins[0].factor * ins[1].factor, terms=terms)
+        return fact._replace(factor=first.factor * second.factor, terms=terms)
     if name not in SUMS:
         return fact
-    first, second = ins
+    first, second = operands
     is_scalar = not equation.outvars[0].aval.shape
-    for term, addend in ((first, second), (second, first)):
-        axes = addend.differs - term.differs - term.reduced
-        if axes and term.from_argument and is_scalar:
-            terms |= {("a term of the total", axes, source_line(equation), term.factor)}
-    return fact._replace(factor=first.factor if first.from_argument else second.factor, terms=terms)
+    for addend, neighbor in ((first, second), (second, first)):
+        axes = neighbor.differs - addend.differs - addend.reduced
+        if axes and addend.from_argument and is_scalar:
+            terms |= {_Term("a term of the total", axes, source_line(equation), addend.factor)}
+    factor = first.factor if first.from_argument else second.factor
+    return fact._replace(factor=factor, terms=terms)
 
 
 def _counts_each_time(factor: float, weight: _Fact, devices: int) -> bool:
@@ -262,7 +285,8 @@ def _counts_each_time(factor: float, weight: _Fact, devices: int) -> bool:
     digits = _count_digits(factor)
     if weight.from_argument:
         return 0 < digits <= _count_digits(factor * devices)
-    return digits == 1 and _count_digits(factor / (weight.factor or 1)) > 2
+    factor_of_one = factor / (weight.factor or 1)  # of the 32 examples
+    return digits == 1 and _count_digits(factor_of_one) > 2
 
 
 def _count_digits(x: float) -> int:
@@ -273,7 +297,7 @@ def _count_digits(x: float) -> int:
     return len(mantissa.strip("-").replace(".", "").rstrip("0"))
 
 
-def idle_axes(jaxpr: Any) -> list[Remark]:
+def find_idle_axes(jaxpr: Any) -> list[Remark]:
     """Axes along which all devices do the same work, although a piece of a split dim could be divided by them.
 
     Only a program with a backward pass is looked at.
@@ -286,7 +310,8 @@ def idle_axes(jaxpr: Any) -> list[Remark]:
     for site in walk(jaxpr):
         equation = site.equation
         has_backward |= compat.in_backward(equation)
-        if not source and (sizes or site.name == "shard_map"):  # of our own step, the first line of the loss in it
+        # Of our own step, the first line of the loss in it.
+        if not source and (sizes or site.name == "shard_map"):
             source = own_line(compat.user_frames(equation))
         if site.name != "shard_map":
             if not registered(site.name).cast:
@@ -298,15 +323,18 @@ def idle_axes(jaxpr: Any) -> list[Remark]:
         for spec, variable in zip(equation.params["in_specs"], equation.invars, strict=True):
             used |= all_axes(spec)
             for dim, axes in split_dims(spec).items():
-                pieces.add(variable.aval.shape[dim] // math.prod(sizes[axis] for axis in axes))
+                devices = math.prod(sizes[axis] for axis in axes)
+                pieces.add(variable.aval.shape[dim] // devices)
     if not has_backward:
         return []
     remarks = []
     for axis, size in sizes.items():
         is_idle = size > 1 and axis not in used
         if is_idle and any(piece % size == 0 for piece in pieces):
-            message = f"the {size} devices along axis {axis!r} all do the same work: nothing is split over it and "
-            message += "nothing sent."
+            message = (
+                f"the {size} devices along axis {axis!r} all do the same work: nothing is split over it and nothing "
+                "sent."
+            )
             remedy = f"Name it in the plan, as dp(({axis!r}, ...)), or leave it out of the mesh."
             remarks.append(Remark("idle-axis", message, source, remedy))
     return remarks
@@ -320,6 +348,6 @@ def warn_of(jaxpr: Any, stacklevel: int) -> None:
     """Warns of all that is unintended in a traced step."""
     # A step sums its metrics over the devices, so one sum along an axis is no mistake: a replica that keeps its
     # gradient to itself, as in diloco, may divide by its own sum. With a second one, the gradient is summed too.
-    for remark in (*uncommon_losses(jaxpr, sums=2), *idle_axes(jaxpr)):
+    for remark in (*find_uncommon_losses(jaxpr, sums=2), *find_idle_axes(jaxpr)):
         place = f"{remark.source}: " if remark.source else ""
         warnings.warn(f"step: {place}{remark.message} {remark.remedy}", Unintended, stacklevel=stacklevel + 1)

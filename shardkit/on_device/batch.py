@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import format_count, name_axes, quote
 from shardkit.collectives import axis_index, axis_size, vary
-from shardkit.meshes.layout import path_name, spec_axes
+from shardkit.meshes.layout import count_devices, path_name, spec_axes
 from shardkit.meshes.rng import fold_keys
 
 
@@ -25,10 +24,10 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
     Raises:
         ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
-    sizes = [(path_name(path), jnp.shape(x)[0]) for path, x in leaves if jnp.ndim(x)]
-    if len({size for _, size in sizes}) != 1:
-        got = ", ".join(f"{name}: {size}" for name, size in sizes) or "no array"
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    sizes = {path_name(path): jnp.shape(x)[0] for path, x in leaves if jnp.ndim(x)}
+    if len(set(sizes.values())) != 1:
+        got = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
         raise ValueError(
             f"{where}: every array of the batch must have the same number of examples along dim 0; got {got}. Pass "
             "arrays that share dim 0, and put values for all examples into carried state, or into the loss."
@@ -36,31 +35,34 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int, wh
     axes_of_dims = spec_axes(spec) or [()]  # dim 0 may be split by microbatches alone
     for path, x in leaves:
         for dim, axes in enumerate(axes_of_dims[: jnp.ndim(x)]):
-            devices = math.prod(mesh.shape[axis] for axis in axes)
+            devices = count_devices(mesh, axes)
             parts = accumulate if dim == 0 else 1
             size = jnp.shape(x)[dim]
             if size % (devices * parts):
-                raise ValueError(_indivisible(where, path_name(path), dim, size, axes, devices, parts))
+                divisor, pieces = _describe_divisor(axes, devices, parts)
+                raise ValueError(
+                    f"{where}: batch dim {dim} must be divisible by {divisor}; leaf {path_name(path)} has size {size} "
+                    f"over {pieces}. Choose another size, or pad with examples of weight 0."
+                )
     return jax.tree.map(lambda x: PartitionSpec(*spec[: jnp.ndim(x)]), batch)
 
 
-def _indivisible(where: str, leaf: str, dim: int, size: int, axes: tuple[str, ...], devices: int, parts: int) -> str:
-    """The error about a dim of the batch that devices and microbatches do not divide."""
+def _describe_divisor(axes: tuple[str, ...], devices: int, parts: int) -> tuple[str, str]:
+    """By what a dim of the batch must be divisible, and how many pieces these are, as an error names them."""
     divisor = name_axes(axes) if axes else "accumulate"
     pieces = format_count(devices, "device")
     if parts > 1:
         pieces += f" x {parts} microbatches"
         if axes:
             divisor += " times accumulate"
-    return (
-        f"{where}: batch dim {dim} must be divisible by {divisor}; leaf {leaf} has size {size} over {pieces}. Choose "
-        "another size, or pad with examples of weight 0."
-    )
+    return divisor, pieces
 
 
 def example_axes(batch_spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that split the examples, major first."""
-    return spec_axes(batch_spec)[0] if batch_spec else ()
+    if not batch_spec:
+        return ()
+    return spec_axes(batch_spec)[0]
 
 
 def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Array:
@@ -99,7 +101,9 @@ def take_microbatch(split: Any, number: Any) -> Any:
             return x
         if x.shape[0] == 1:
             return x[0]
-        return x[number] if isinstance(number, int) else take_row(x, number)
+        if isinstance(number, int):
+            return x[number]
+        return take_row(x, number)
 
     return jax.tree.map(take, split)
 
@@ -133,7 +137,9 @@ def check_whole() -> None:
     axes, leaf = _SPLIT.get()
     if not leaf and not axes:
         return
-    part_of = f"leaf {leaf}" if leaf else f"each example, split over {quote(axes or ())}"
+    part_of = f"leaf {leaf}"
+    if not leaf:
+        part_of = f"each example, split over {quote(axes or ())}"
     raise ValueError(
         "value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
         f"plan passes it a part of {part_of}. Leave out local=, or use dp, zero1, zero2 or fsdp."
@@ -148,10 +154,11 @@ def token_axes() -> tuple[str, ...] | None:
 
 def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of a sequence, if they are in the order in which the plan splits the tokens."""
-    split = [axis for axis in token_axes() or () if axis in names]
-    if split != [axis for axis in names if axis in split]:
+    plan_order = [axis for axis in token_axes() or () if axis in names]
+    user_order = [axis for axis in names if axis in plan_order]
+    if user_order != plan_order:
         raise ValueError(
-            f"{where}: the axes must be in the order in which the plan splits the tokens, {quote(split)}; got "
+            f"{where}: the axes must be in the order in which the plan splits the tokens, {quote(plan_order)}; got "
             f"{quote(names)}. Name them in that order."
         )
     return names

@@ -10,11 +10,9 @@ Worked examples, of rows x[n, 8] with the examples along dim 0:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
-from shardkit.on_device.elementwise_rules import elementwise, scale_total
+from shardkit.on_device.elementwise_rules import combine_elements, scale_total
 from shardkit.on_device.example_states import (
     UNKNOWN,
     Pair,
@@ -26,10 +24,10 @@ from shardkit.on_device.example_states import (
     select,
     shift_dim,
 )
-from shardkit.on_device.whole_rules import free_dim_of_product
+from shardkit.on_device.whole_rules import find_free_dim
 
 
-def reduction(pair: Pair, rows: Rows) -> State:
+def reduce_dims(pair: Pair, rows: Rows) -> State:
     """A sum, product or extremum over some dims."""
     axes = pair.many.params["axes"]
     if rows.dim in axes:
@@ -41,7 +39,7 @@ def reduction(pair: Pair, rows: Rows) -> State:
     return replace(rows, dim=shift_dim(rows.dim, axes))
 
 
-def argument(pair: Pair, rows: Rows) -> State:
+def find_extremum(pair: Pair, rows: Rows) -> State:
     """The index of an extremum, within each example."""
     axes = pair.many.params["axes"]
     if rows.dim in axes:
@@ -50,7 +48,7 @@ def argument(pair: Pair, rows: Rows) -> State:
     return Rows(shift_dim(rows.dim, axes), rows.copies)
 
 
-def cumulative(pair: Pair, rows: Rows) -> State:
+def accumulate(pair: Pair, rows: Rows) -> State:
     """A running sum, product or extremum along a dim."""
     if pair.many.params["axis"] == rows.dim:
         return pair.met(f"{pair.name} runs over the examples")
@@ -59,18 +57,21 @@ def cumulative(pair: Pair, rows: Rows) -> State:
     return rows
 
 
-def product(pair: Pair, operands: list[State]) -> State:
+def multiply(pair: Pair, operands: list[State]) -> State:
     """A dot_general."""
     if select(operands, Total):
-        return _product_of_total(pair, operands)
-    scale = math.prod(state.scale for state in operands if isinstance(state, Rows | Whole))
+        return _multiply_total(pair, operands)
+    lhs, rhs = operands
+    assert isinstance(lhs, Rows | Whole)
+    assert isinstance(rhs, Rows | Whole)
+    scale = lhs.scale * rhs.scale
     if scale == UNKNOWN:
         return pair.met("dot_general combines examples with the number of examples")
     results: list[State] = []
     for side, state in enumerate(operands):
         if not isinstance(state, Rows):
             continue
-        result = _product_of_rows(pair, side, state, operands[1 - side], scale)
+        result = _multiply_rows(pair, side, state, operands[1 - side], scale)
         if result is None:
             return pair.met("dot_general multiplies examples by others, or by values that depend on their place")
         results.append(result)
@@ -80,7 +81,7 @@ def product(pair: Pair, operands: list[State]) -> State:
     return results[0]
 
 
-def _product_of_total(pair: Pair, operands: list[State]) -> State:
+def _multiply_total(pair: Pair, operands: list[State]) -> State:
     totals = select(operands, Total)
     factors = select(operands, Whole)
     if len(totals) == 1 and len(factors) == 1:
@@ -88,7 +89,7 @@ def _product_of_total(pair: Pair, operands: list[State]) -> State:
     return pair.met("dot_general multiplies a sum over the examples by examples")
 
 
-def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: float) -> State | None:
+def _multiply_rows(pair: Pair, side: int, rows: Rows, other: State, scale: float) -> State | None:
     """What the rows of one operand become; None where they are multiplied by rows of other examples."""
     contract, batch = pair.many.params["dimension_numbers"]
     # An example's row must be multiplied by a row of the same example, or by a value that is the same for all.
@@ -97,25 +98,20 @@ def _product_of_rows(pair: Pair, side: int, rows: Rows, other: State, scale: flo
             continue
         number = list(dims[side]).index(rows.dim)
         partner = dims[1 - side][number]
-        paired = isinstance(other, Rows) and (other.dim, other.copies) == (partner, rows.copies)
-        alone = isinstance(other, Whole) and partner not in other.differs
-        if not paired and not alone:
+        same_example = isinstance(other, Rows) and (other.dim, other.copies) == (partner, rows.copies)
+        same_for_all = isinstance(other, Whole) and partner not in other.differs
+        if not same_example and not same_for_all:
             return None
         # A contraction over the examples is a sum over them, as of a weight's gradient `x.T @ dy`.
         if dims is contract:
             return Total(scale)
-        return _shared_rows(rows, batch, scale)
-    dim = free_dim_of_product(side, rows.dim, contract, batch, (pair.shape(0), pair.shape(1)))
+        # The result begins with the batch dims, in their order.
+        return Rows(number, rows.copies, scale)
+    dim = find_free_dim(side, rows.dim, contract, batch, (pair.shape(0), pair.shape(1)))
     return Rows(dim, rows.copies, scale)
 
 
-def _shared_rows(rows: Rows, batch: Any, scale: float) -> Rows:
-    """Rows along a batch dim of dot_general, whose result begins with the batch dims in their order."""
-    dims = list(batch[0]) if rows.dim in batch[0] else list(batch[1])
-    return Rows(dims.index(rows.dim), rows.copies, scale)
-
-
-def convolution(pair: Pair, operands: list[State]) -> State:
+def convolve(pair: Pair, operands: list[State]) -> State:
     """A convolution of each image with the same kernel."""
     image, kernel = operands
     dims = pair.many.params["dimension_numbers"]
@@ -128,7 +124,7 @@ def convolution(pair: Pair, operands: list[State]) -> State:
     return Rows(dims.out_spec[0], image.copies, scale)
 
 
-def window(pair: Pair, operands: list[State]) -> State:
+def reduce_windows(pair: Pair, operands: list[State]) -> State:
     """A sum or extremum over windows, within each example."""
     rows = operands[0]
     if not isinstance(rows, Rows) or pair.many.params["window_dimensions"][rows.dim] != 1:
@@ -142,10 +138,10 @@ def sort(pair: Pair, operands: list[State]) -> State:
     if not rows or rows[0].dim == pair.many.params["dimension"]:
         return pair.met("sort orders the examples")
     # Several operands are sorted together, by the first: they must belong to the same examples, as in a sum.
-    return elementwise(pair, operands)
+    return combine_elements(pair, operands)
 
 
-def top(pair: Pair, operands: list[State]) -> State:
+def take_top(pair: Pair, operands: list[State]) -> State:
     """The largest values within each example."""
     rows = operands[0]
     ndim = len(pair.shape(0))
@@ -155,13 +151,14 @@ def top(pair: Pair, operands: list[State]) -> State:
     return Rows(rows.dim, rows.copies)
 
 
-def matrices(pair: Pair, operands: list[State]) -> State:
+def factorize(pair: Pair, operands: list[State]) -> State:
     """Factorizations and solvers: of every matrix in the last two dims."""
     rows = select(operands, Rows)
     for number, state in enumerate(operands):
         if isinstance(state, Total):
             return pair.met(f"{pair.name} is applied to a sum over the examples")
-        if isinstance(state, Rows) and (state.dim != rows[0].dim or state.dim >= len(pair.shape(number)) - 2):
+        first_dim_of_matrix = len(pair.shape(number)) - 2
+        if isinstance(state, Rows) and (state.dim != rows[0].dim or state.dim >= first_dim_of_matrix):
             return pair.met(f"{pair.name} takes the examples for a matrix")
         if isinstance(state, Whole) and rows[0].dim in state.differs:
             return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")
@@ -171,7 +168,7 @@ def matrices(pair: Pair, operands: list[State]) -> State:
     return Rows(rows[0].dim, rows[0].copies)
 
 
-def fft(pair: Pair, rows: Rows) -> State:
+def transform(pair: Pair, rows: Rows) -> State:
     """A Fourier transform of the last dims."""
     first_transformed = len(pair.shape(0)) - len(pair.many.params["fft_lengths"])
     if rows.dim >= first_transformed:
@@ -179,12 +176,12 @@ def fft(pair: Pair, rows: Rows) -> State:
     return rows
 
 
-def random(pair: Pair, operands: list[State]) -> State:
+def draw(pair: Pair, operands: list[State]) -> State:
     """Random draws with one key for each example; beside the keys may be whole parameters of the distribution."""
     rows = select(operands, Rows)
     wholes = select(operands, Whole)
-    same_rows = len({(state.dim, state.copies) for state in rows}) == 1
-    if not same_rows or len(rows) + len(wholes) < len(operands):
+    layouts = {(state.dim, state.copies) for state in rows}
+    if len(layouts) != 1 or len(rows) + len(wholes) < len(operands):
         return pair.met(f"{pair.name} combines examples with others")
     if not all(fits_beside(state, rows[0]) for state in wholes):
         return pair.met(f"{pair.name} combines an example with a value that depends on its place in the batch")

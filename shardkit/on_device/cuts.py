@@ -36,7 +36,8 @@ def in_automatic_parts(
     Without it the partitioner would gather its parts before each all_gather and reduce_scatter. A census counts the
     bytes of the parts.
     """
-    spec = PartitionSpec(*(split.get(dim) for dim in range(x.ndim)))
+    entries = [split.get(dim) for dim in range(x.ndim)]
+    spec = PartitionSpec(*entries)
     axes: set[str] = set()
     for dim_axes in split.values():
         axes.update(dim_axes)
@@ -63,8 +64,12 @@ def _run_in_parts(fn: Callable[..., jax.Array], x: jax.Array, cuts: Cuts, split:
     values that it computes from the device's index would be residuals, for which jax 0.10 to 0.12 write an invalid
     program in a shard_map inside another.
     """
-    fn = partial(fn, cuts=tuple(cut._replace(automatic=()) for cut in cuts))
-    plain = all(cut.gather_by == PLAIN and cut.reduce_by == PLAIN for cut in cuts)
+    cuts_of_parts = []
+    plain = True
+    for cut in cuts:
+        cuts_of_parts.append(cut._replace(automatic=()))
+        plain = plain and cut.gather_by == PLAIN and cut.reduce_by == PLAIN
+    fn = partial(fn, cuts=tuple(cuts_of_parts))
     if not plain:
         fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
     return in_automatic_parts(fn, x, split)
@@ -80,16 +85,18 @@ def check_shape(algorithm: Algorithm, kernel: str, result: Any, shape: tuple[int
     return result
 
 
-def part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
+def find_part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
     """The shape of a device's part along a dim, padded where it does not divide."""
-    rows = -(-x.shape[dim] // axis_size(axes))
-    return *x.shape[:dim], rows, *x.shape[dim + 1 :]
+    return _replace_size(x.shape, dim, -(-x.shape[dim] // axis_size(axes)))
 
 
-def _whole_shape(part: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
+def find_whole_shape(part: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
     """The shape of an array that is gathered along a dim, padding included."""
-    rows = part.shape[dim] * axis_size(axes)
-    return *part.shape[:dim], rows, *part.shape[dim + 1 :]
+    return _replace_size(part.shape, dim, part.shape[dim] * axis_size(axes))
+
+
+def _replace_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return *shape[:dim], size, *shape[dim + 1 :]
 
 
 def gather_cuts(
@@ -110,7 +117,7 @@ def gather_cuts(
         for cut in reversed(cuts):
             assert cut.gather_by.all_gather
             dim = cut.dim % x.ndim
-            shape = _whole_shape(x, cut.axes, dim)
+            shape = find_whole_shape(x, cut.axes, dim)
             x = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
             x = check_shape(cut.gather_by, "all_gather", x, shape)
     return cut_padding(x, sizes)
@@ -130,7 +137,7 @@ def scatter_cuts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
     # that axis; the type of the gradient tells, and the device takes its part of the sum instead.
     with jax.named_scope(PLAN):
         for dim in {cut.dim for cut in cuts}:
-            grad = pad_to_axis(grad, axes_along(cuts, dim), dim=dim)
+            grad = pad_to_axis(grad, list_axes_along(cuts, dim), dim=dim)
         for cut in cuts:
             grad = _scatter_cut(grad, cut)
     return grad
@@ -140,12 +147,12 @@ def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
     """This device's part along one cut: of the sum over its axes, or of a gradient that is complete over them."""
     dim = cut.dim % grad.ndim
     if varying_axes(grad) >= set(cut.axes):
-        steps = [cut.axes]  # a partial sum over all axes: one reduce_scatter
+        axes_by_step = [cut.axes]  # a partial sum over all axes: one reduce_scatter
     else:
-        # Complete over some axes and partial over others: one axis after the other, each by its own way.
-        steps = [(axis,) for axis in cut.axes]
-    for axes in steps:
-        shape = part_shape(grad, axes, dim)
+        # Complete over some axes and partial over others: one axis after the other.
+        axes_by_step = [(axis,) for axis in cut.axes]
+    for axes in axes_by_step:
+        shape = find_part_shape(grad, axes, dim)
         if varying_axes(grad) >= set(axes):
             assert cut.reduce_by.reduce_scatter
             grad = cut.reduce_by.reduce_scatter(grad, axes, dim=dim)
@@ -155,7 +162,7 @@ def _scatter_cut(grad: jax.Array, cut: Cut) -> jax.Array:
     return grad
 
 
-def axes_along(cuts: Cuts, dim: int) -> tuple[str, ...]:
+def list_axes_along(cuts: Cuts, dim: int) -> tuple[str, ...]:
     """The axes of all cuts of a dim."""
     axes: tuple[str, ...] = ()
     for cut in cuts:

@@ -16,26 +16,46 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardkit._jax.primitives import LINEAR, NONLINEAR, SUMS
-from shardkit.on_device.example_states import EACH_TURN, UNKNOWN, Pair, Rows, State, Total, Whole, is_turn, select
+from shardkit.on_device.example_states import (
+    EACH_TURN,
+    UNKNOWN,
+    Met,
+    Pair,
+    Rows,
+    State,
+    Total,
+    Whole,
+    is_turn,
+    select,
+)
 
 
-def of_one_example(pair: Pair, operands: Sequence[State]) -> State:
+def combine_one_example(pair: Pair, operands: Sequence[State]) -> State:
     """The state of a value that is computed from the one example of a loop's iteration, and from whole values."""
-    if not all(isinstance(state, Whole) or is_turn(state) for state in operands):
-        return pair.met(f"{pair.name} pairs every example with every other")
-    scales = {state.scale for state in operands if isinstance(state, Whole | Rows)}
+    scales = set()
+    for state in operands:
+        if not isinstance(state, Whole) and not is_turn(state):
+            return pair.met(f"{pair.name} pairs every example with every other")
+        scales.add(_get_scale(state))
     if scales <= {1}:
         return Rows(EACH_TURN)
-    scale = scale_of(pair, operands) if pair.name in NONLINEAR else UNKNOWN
+    scale = UNKNOWN
+    if pair.name in NONLINEAR:
+        scale = find_scale(pair, operands)
     if scale == UNKNOWN:
         return pair.met(f"{pair.name} combines examples with the number of examples")
     return Rows(EACH_TURN, scale=scale)
 
 
-def scale_of(pair: Pair, states: Sequence[State]) -> float:
+def _get_scale(state: State) -> float:
+    """The scale of a value; not known of a Met."""
+    return UNKNOWN if isinstance(state, Met) else state.scale
+
+
+def find_scale(pair: Pair, states: Sequence[State]) -> float:
     """The scale of an elementwise result."""
     name = pair.name
-    scales: list[float] = [getattr(state, "scale", UNKNOWN) for state in states]
+    scales = [_get_scale(state) for state in states]
     if UNKNOWN in scales:
         return UNKNOWN
     if name in LINEAR:
@@ -50,13 +70,18 @@ def scale_of(pair: Pair, states: Sequence[State]) -> float:
         return scales[0] ** 2
     if name == "select_n":
         # A condition that depends on the number of examples may choose otherwise for more examples.
-        return UNKNOWN if scales[0] != 1 else _common_scale(states[1:])
+        if scales[0] != 1:
+            return UNKNOWN
+        return _find_common_scale(states[1:])
     if name in SUMS or name in ("max", "min"):
-        return _common_scale(states)
-    return 1.0 if all(scale == 1 for scale in scales) else UNKNOWN
+        return _find_common_scale(states)
+    # Of any other function it is known only that the same operands give the same result.
+    if set(scales) <= {1}:
+        return 1.0
+    return UNKNOWN
 
 
-def _common_scale(states: Sequence[State]) -> float:
+def _find_common_scale(states: Sequence[State]) -> float:
     """The scale of operands that all have the same one; zeros have any."""
     scales = set()
     for state in states:
@@ -64,7 +89,9 @@ def _common_scale(states: Sequence[State]) -> float:
             scales.add(state.scale)
     if not scales:
         return 1.0
-    return scales.pop() if len(scales) == 1 else UNKNOWN
+    if len(scales) > 1:
+        return UNKNOWN
+    return scales.pop()
 
 
 def is_zero(state: State) -> bool:
@@ -72,7 +99,7 @@ def is_zero(state: State) -> bool:
     return isinstance(state, Whole) and state.zero
 
 
-def elementwise(pair: Pair, operands: list[State]) -> State:
+def combine_elements(pair: Pair, operands: list[State]) -> State:
     """An elementwise operation: of rows and whole values, or of sums over the examples."""
     name = pair.name
     # A condition that is known to be False chooses the first case.
@@ -80,9 +107,10 @@ def elementwise(pair: Pair, operands: list[State]) -> State:
         return operands[1]
     if select(operands, Total):
         return _of_totals(pair, operands)
-    scale = scale_of(pair, operands)
+    scale = find_scale(pair, operands)
     if scale == UNKNOWN:
-        if name == "add" and jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer):  # x[i] adds n to i < 0
+        is_integer = jnp.issubdtype(pair.many.outvars[0].aval.dtype, jnp.integer)
+        if name == "add" and is_integer:  # x[i] adds n to i < 0
             return pair.met("an example is looked up by its place in the batch")
         return pair.met(f"{name} combines examples with the number of examples")
     first, *later = select(operands, Rows)
@@ -112,8 +140,10 @@ def _of_totals(pair: Pair, operands: list[State]) -> State:
         if len(totals) == 1:
             return scale_total(pair, totals[0], factors[0].scale)
     if name == "div" and isinstance(first, Total) and isinstance(later[0], Whole):
-        divisor = later[0].scale
-        return scale_total(pair, first, UNKNOWN if divisor == UNKNOWN else 1 / divisor)
+        factor = UNKNOWN
+        if later[0].scale != UNKNOWN:
+            factor = 1 / later[0].scale
+        return scale_total(pair, first, factor)
     if name in SUMS:
         return _add_totals(pair, operands)
     # A condition that is the same for all examples chooses one of several totals, which must grow alike.
@@ -141,7 +171,7 @@ def _add_totals(pair: Pair, states: Sequence[State]) -> State:
 
     Beside a sum over n examples, a constant must be multiplied by n; beside a mean, it must not depend on n.
     """
-    scales = {state.scale for state in states if isinstance(state, Total)}
+    scales = {total.scale for total in select(states, Total)}
     if len(scales) > 1:
         return pair.met("a mean over the examples is added to a sum over them")
     scale = scales.pop()

@@ -87,7 +87,12 @@ class Pair(NamedTuple):
 def any_whole(variable: Any, scale: float = 1.0) -> Whole:
     """A whole value of which nothing else is known: its elements may differ along every dim."""
     shape = getattr(variable.aval, "shape", ())
-    return Whole(frozenset(dim for dim, size in enumerate(shape) if size > 1), scale)
+    return Whole(find_long_dims(shape), scale)
+
+
+def find_long_dims(shape: Sequence[int]) -> frozenset[int]:
+    """The dims along which the elements of an array may differ: those of more than one element."""
+    return frozenset(dim for dim, size in enumerate(shape) if size > 1)
 
 
 def select(states: Sequence[State], kind: type[OneKind]) -> list[OneKind]:
@@ -97,7 +102,7 @@ def select(states: Sequence[State], kind: type[OneKind]) -> list[OneKind]:
 
 def are_all(states: Sequence[State], kind: type[OneKind]) -> bool:
     """Whether all states are of one kind."""
-    return len(select(states, kind)) == len(states)
+    return all(isinstance(state, kind) for state in states)
 
 
 def is_turn(state: State) -> bool:
@@ -115,23 +120,27 @@ def join(pair: Pair, a: State, b: State) -> State:
     if isinstance(a, Whole) and isinstance(b, Whole):
         scale = a.scale if a.scale == b.scale else UNKNOWN
         return Whole(a.differs | b.differs, scale, a.zero and b.zero)
-    for first, second in ((a, b), (b, a)):
+    for whole, state in ((a, b), (b, a)):
+        if not isinstance(whole, Whole):
+            continue
         # The zeros with which a loop begins to sum are a sum over no example yet.
-        if isinstance(first, Whole) and isinstance(second, Total) and first.zero:
-            return second
-        if isinstance(first, Whole) and isinstance(second, Rows) and fits_beside(first, second):
-            return second
+        if isinstance(state, Total) and whole.zero:
+            return state
+        if isinstance(state, Rows) and fits_beside(whole, state):
+            return state
     return pair.met("a value is that of single examples, or of all")
 
 
 def fits_beside(whole: Whole, rows: Rows) -> bool:
     """Whether a whole value may stand in place of a row: it is the same for all examples, and grows as the rows do."""
-    return (whole.zero or whole.scale == rows.scale) and rows.dim not in whole.differs
+    grows_alike = whole.zero or whole.scale == rows.scale
+    return grows_alike and rows.dim not in whole.differs
 
 
 def shift_dim(dim: int, removed: Sequence[int]) -> int:
     """The number of a dim after other dims are removed."""
-    return dim - sum(other < dim for other in removed)
+    removed_before = [removed_dim for removed_dim in removed if removed_dim < dim]
+    return dim - len(removed_before)
 
 
 def shift_dims(dims: frozenset[int], removed: Sequence[int]) -> frozenset[int]:

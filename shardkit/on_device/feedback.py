@@ -16,7 +16,7 @@ Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from shardkit._jax.compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.meshes.layout import path_name
-from shardkit.on_device.cuts import axes_along, check_shape, part_shape, scatter_cuts
+from shardkit.on_device.cuts import check_shape, find_part_shape, find_whole_shape, list_axes_along, scatter_cuts
 from shardkit.plans.splits import Cut, LeafLayout
 from shardkit.plans.storage import is_padded, stored_array
 
@@ -51,7 +51,9 @@ def attach_residuals(grads: Any, residuals: Any, divisor: jax.Array) -> list[Par
     """The leaves of the gradients, each with its residual times the divisor."""
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
-    stored = [None] * len(leaves) if residuals is None else structure.flatten_up_to(residuals)
+    stored = [None] * len(leaves)
+    if residuals is not None:
+        stored = structure.flatten_up_to(residuals)
     gradients = []
     for (path, grad), residual in zip(leaves, stored, strict=True):
         if residual is not None:
@@ -68,14 +70,13 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
         return gradient
     grad_axes = varying_axes(gradient.grad)
     residual_axes = varying_axes(gradient.to_add)
-    if residual_axes - grad_axes:
-        raise _already_summed(gradient, residual_axes - grad_axes)
+    _refuse_sums(gradient, residual_axes - grad_axes)
     grad = gradient.grad.astype(jnp.float32)
     # Axes that are in no layout, such as the axis of a pipeline's stages. The residual is the same along them: summed
     # after it is added, it would count once for each device. So the gradient is summed over them first.
-    further = tuple(sorted(grad_axes - residual_axes))
-    if further:
-        grad = all_reduce(grad, further)
+    further_axes = tuple(sorted(grad_axes - residual_axes))
+    if further_axes:
+        grad = all_reduce(grad, further_axes)
     return gradient._replace(
         grad=grad + gradient.to_add,
         to_add=None,  # it is added once
@@ -84,8 +85,11 @@ def add_residual(gradient: PartialGradient) -> PartialGradient:
     )
 
 
-def _already_summed(gradient: PartialGradient, axes: Iterable[str]) -> ValueError:
-    return ValueError(
+def _refuse_sums(gradient: PartialGradient, axes: Collection[str]) -> None:
+    """Refuses a gradient that the GradFn has summed over some axes."""
+    if not axes:
+        return
+    raise ValueError(
         "step: with error feedback a GradFn must return gradients that are not summed yet; the gradient of leaf "
         f"{gradient.path} is summed over {quote(sorted(axes))}. Return local sums, as value_and_grad does, or leave "
         "out feedback=True."
@@ -96,17 +100,18 @@ def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: 
     """A gradient with a residual, summed and split once per step. Reductions without feedback sum in `dtype`."""
     cuts = layout.cuts(scatter=("step",))
     first = find_first_cut(layout)
-    after = cuts[first:]
-    gradient = gradient._replace(grad=scatter_cuts(gradient.grad, cuts[:first], dtype))
-    if not after:
+    cuts_before = cuts[:first]
+    cuts_after = cuts[first:]
+    gradient = gradient._replace(grad=scatter_cuts(gradient.grad, cuts_before, dtype))
+    if not cuts_after:
         return gradient
     gradient = add_residual(gradient)
-    for dim in {cut.dim for cut in after}:
+    for dim in {cut.dim for cut in cuts_after}:
         rows = gradient.grad.shape[dim]
-        padded_grad = pad_to_axis(gradient.grad, axes_along(after, dim), dim=dim)
+        padded_grad = pad_to_axis(gradient.grad, list_axes_along(cuts_after, dim), dim=dim)
         take_rows = partial(lax.slice_in_dim, start_index=0, limit_index=rows, axis=dim)
         gradient = _advance(gradient, padded_grad, take_rows)
-    for cut in after:
+    for cut in cuts_after:
         gradient = _scatter_cut(gradient, cut, dtype)
     return gradient
 
@@ -114,21 +119,20 @@ def scatter_with_feedback(gradient: PartialGradient, layout: LeafLayout, dtype: 
 def _scatter_cut(gradient: PartialGradient, cut: Cut, dtype: Any) -> PartialGradient:
     """Scatters the gradient along one cut, after `add_residual`, and extends `to_residual` by the rows of the part."""
     axes = tuple(axis for axis in cut.axes if axis_size(axis) > 1)
-    summed_axes = set(axes) - varying_axes(gradient.grad)
-    if summed_axes:
-        raise _already_summed(gradient, summed_axes)
+    _refuse_sums(gradient, set(axes) - varying_axes(gradient.grad))
     algorithm = cut.reduce_by
     assert algorithm.reduce_scatter
     # What the algorithm leaves out belongs to this device's operand, before the sum, so the next step adds it before
     # its sum. Added after the sum, every device would add it again.
-    left_out = None
+    shape = gradient.grad.shape
+    shape_of_part = find_part_shape(gradient.grad, axes, cut.dim)
     if algorithm.feedback:
         part, left_out = algorithm.reduce_scatter(gradient.grad.astype(jnp.float32), axes, dim=cut.dim)
-        check_shape(algorithm, "reduce_scatter", left_out, gradient.grad.shape)
+        check_shape(algorithm, "reduce_scatter", left_out, shape)
+        gradient = _add_left_out(gradient, left_out)
     else:
         part = algorithm.reduce_scatter(gradient.grad.astype(dtype), axes, dim=cut.dim)
-    check_shape(algorithm, "reduce_scatter", part, part_shape(gradient.grad, axes, cut.dim))
-    gradient = _add_left_out(gradient, left_out)
+    check_shape(algorithm, "reduce_scatter", part, shape_of_part)
     return _advance(gradient, part, partial(_place_in_whole, axes=axes, dim=cut.dim))
 
 
@@ -138,41 +142,46 @@ def sum_by_algorithm(
     """Gradients summed over some axes by an algorithm: in float32 if it has feedback, else in `dtype`."""
     assert algorithm.all_reduce
     if algorithm.feedback:
+        dtype = jnp.float32
         gradients = [add_residual(gradient) for gradient in gradients]
-        operands = [gradient.grad.astype(jnp.float32) for gradient in gradients]
-        sums, left_out = algorithm.all_reduce(operands, axes)
-        for gradient, remainder in zip(gradients, left_out, strict=True):
-            check_shape(algorithm, "all_reduce", remainder, gradient.grad.shape)
-        # What this device's operand leaves out is added to its next one, before the sum: see `_scatter_cut`.
-        with_left_out = []
-        for gradient, remainder in zip(gradients, left_out, strict=True):
-            with_left_out.append(_add_left_out(gradient, remainder))
-        gradients = with_left_out
-    else:
-        sums = algorithm.all_reduce([gradient.grad.astype(dtype) for gradient in gradients], axes)
+    operands = [gradient.grad.astype(dtype) for gradient in gradients]
+    results = algorithm.all_reduce(operands, axes)
+    sums = results
+    left_out = [None] * len(operands)
+    if algorithm.feedback:
+        sums, left_out = results
+    keep_on_first_device = partial(_keep_on_first_device, axes=axes)
     reduced = []
-    for gradient, total in zip(gradients, sums, strict=True):
+    for gradient, total, remainder in zip(gradients, sums, left_out, strict=True):
+        if remainder is not None:
+            # What this device's operand leaves out is added to its next one, before the sum: see `_scatter_cut`.
+            check_shape(algorithm, "all_reduce", remainder, gradient.grad.shape)
+            gradient = _add_left_out(gradient, remainder)
         check_shape(algorithm, "all_reduce", total, gradient.grad.shape)
-        reduced.append(_advance(gradient, total, partial(_keep_on_first_device, axes=axes)))
+        reduced.append(_advance(gradient, total, keep_on_first_device))
     return reduced
 
 
 def collect_residuals(residuals: Any, gradients: Sequence[PartialGradient], divisor: jax.Array) -> Any:
     """The new residuals, stored as the old ones."""
     # Back in the unit of the final gradient: the weight of the next batch, or its loss scale, may be another.
-    remaining = iter([gradient.left_out / divisor for gradient in gradients if gradient.left_out is not None])
+    new_residuals = []
+    for gradient in gradients:
+        if gradient.left_out is not None:
+            new_residuals.append(gradient.left_out / divisor)
+    remaining = iter(new_residuals)
 
     def replace_residual(old: Any) -> Any:
         new = next(remaining)[None]
-        return dataclasses.replace(old, array=new) if is_padded(old) else new
+        if is_padded(old):
+            return dataclasses.replace(old, array=new)
+        return new
 
     return jax.tree.map(replace_residual, residuals, is_leaf=is_padded)
 
 
-def _add_left_out(gradient: PartialGradient, left_out: jax.Array | None) -> PartialGradient:
+def _add_left_out(gradient: PartialGradient, left_out: jax.Array) -> PartialGradient:
     """The gradient with what one more reduction left out of it."""
-    if left_out is None:
-        return gradient
     assert gradient.to_residual is not None
     assert gradient.left_out is not None
     return gradient._replace(left_out=gradient.left_out + gradient.to_residual(left_out))
@@ -200,11 +209,10 @@ def _keep_on_first_device(left_out: jax.Array, axes: tuple[str, ...]) -> jax.Arr
 
 def _place_in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """An array of the shape before a scatter: zeros, with this device's part at its rows."""
-    rows = part.shape[dim]
-    shape = *part.shape[:dim], rows * axis_size(axes), *part.shape[dim + 1 :]
-    zeros = jnp.zeros(shape, part.dtype)
-    first_row = axis_index(axes) * rows
-    zeros = vary(zeros, tuple(sorted(varying_axes(part) | set(axes))))
+    zeros = jnp.zeros(find_whole_shape(part, axes, dim), part.dtype)
+    first_row = axis_index(axes) * part.shape[dim]
+    result_axes = varying_axes(part) | set(axes)
+    zeros = vary(zeros, tuple(sorted(result_axes)))
     return lax.dynamic_update_slice_in_dim(zeros, part, first_row, dim)
 
 
@@ -214,7 +222,7 @@ def find_first_cut(layout: LeafLayout) -> int:
     A dim is padded for all its cuts at once, so the residual is also added before the first cut of a padded dim.
     """
     cuts = layout.cuts(scatter=("step",))
-    padded_dims = dict(layout.padded)
+    padded_dims = {dim for dim, _ in layout.padded}
     first = len(cuts)
     for number, cut in enumerate(cuts):
         if cut.reduce_by.feedback:
@@ -224,8 +232,8 @@ def find_first_cut(layout: LeafLayout) -> int:
     # before all three. Before the last cut would be too late: the gradient has its padding for both cuts of dim 0 then,
     # and the residual has none.
     while True:
-        dims = {cut.dim for cut in cuts[first:]} & padded_dims.keys()
-        earlier = [number for number in range(first) if cuts[number].dim in dims]
+        padded_after = padded_dims.intersection(cut.dim for cut in cuts[first:])
+        earlier = [number for number in range(first) if cuts[number].dim in padded_after]
         if not earlier:
             return first
         first = earlier[0]

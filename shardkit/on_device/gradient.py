@@ -161,11 +161,12 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
             )
         return combine_terms(loss.terms)
 
-    def carrying(params: Any, batch: Any, keys: Any, *, scale: Any = 1, carried: Any) -> Gradients:
+    def grad_fn_with_carried(params: Any, batch: Any, keys: Any, *, scale: Any = 1, carried: Any) -> Gradients:
         return grad_fn(params, batch, keys, carried, scale=scale)
 
-    gradient: Any = carrying if takes_carried(loss_fn) else grad_fn
-    return gradient
+    if takes_carried(loss_fn):
+        return grad_fn_with_carried  # type: ignore[return-value]
+    return grad_fn
 
 
 def call_loss(loss_fn: LossFn, *args: Any) -> Any:

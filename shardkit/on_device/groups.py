@@ -39,11 +39,17 @@ from shardkit.collectives import vary
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import sum_pairwise, sum_pieces
-from shardkit.meshes.layout import all_axes, path_name, spec_axes
+from shardkit.meshes.layout import all_axes, count_devices, path_name, spec_axes
 from shardkit.on_device.batch import example_axes, split_microbatches
 from shardkit.on_device.means import divisor_of
-from shardkit.on_device.metrics import means_of_groups
-from shardkit.on_device.microbatches import Leaves, OfExamples, OfLeaves, TracedOnce, split_leaves
+from shardkit.on_device.metrics import sum_means_of_groups
+from shardkit.on_device.microbatches import (
+    ComputeSums,
+    ComputeSumsOfLeaves,
+    Leaves,
+    TracedFunction,
+    split_leaves,
+)
 from shardkit.on_device.precision import Precision
 from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.splits import Cuts, LeafLayout, is_layout, map_layouts
@@ -91,7 +97,7 @@ class Groups(NamedTuple):
                         f"Leave out {argument}=."
                     )
         axes = example_axes(plan.batch_spec(mesh))
-        devices = math.prod(mesh.shape[axis] for axis in axes)
+        devices = count_devices(mesh, axes)
         if self.number % devices:
             raise ValueError(
                 f"make_train_step: deterministic must be a multiple of the devices that split the batch; got "
@@ -118,7 +124,7 @@ class Groups(NamedTuple):
                     f"size {jnp.shape(x)[0]} over {self.number} groups. Choose another size, or pad with examples of "
                     "weight 0."
                 )
-        devices = math.prod(placement.mesh.shape[axis] for axis in example_axes(placement.batch))
+        devices = count_devices(placement.mesh, example_axes(placement.batch))
         return self._replace(parts=self.number // devices)
 
     def hide_scale(self, scale: jax.Array, step: jax.Array) -> jax.Array:
@@ -127,11 +133,11 @@ class Groups(NamedTuple):
         return jnp.where(step < 0, 0.0, scale)
 
     def sum_examples(
-        self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
+        self, compute_sums: ComputeSums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
     ) -> Any:
         """The Means and gradients of each subtree of this device's groups, `[runs, ...]` in float32."""
-        of_group, leaves = split_leaves(of_examples, batch, keys, self.parts)
-        return sum_groups(of_group, leaves, scale > 0, example_axes(placement.batch))
+        compute_sums_of_group, leaves = split_leaves(compute_sums, batch, keys, self.parts)
+        return sum_groups(compute_sums_of_group, leaves, scale > 0, example_axes(placement.batch))
 
     def leave(
         self, means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
@@ -142,7 +148,7 @@ class Groups(NamedTuple):
             split its update: the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
         """
         axes = example_axes(placement.batch)
-        means = means_of_groups(means, axes)
+        means = sum_means_of_groups(means, axes)
         divisor = divisor_of(means["loss"].weight) * scale
 
         def leave_leaf(layout: LeafLayout, grad: jax.Array) -> Any:
@@ -169,14 +175,16 @@ class Groups(NamedTuple):
         Refuses a function that multiplies matrices, or that sums over elements while a leaf is split by `specs`, the
         layouts of the parameters. `words` name the function in the error, and say what to use instead.
         """
-        _check_update(jax.make_jaxpr(update)(inputs, old).jaxpr, specs, *words)
+        function, remedy = words
+        _check_update(jax.make_jaxpr(update)(inputs, old).jaxpr, specs, function, remedy)
 
-        def turn(_: Any, carry: Any) -> Any:
+        def run_update(_: Any, carry: Any) -> Any:
             inputs, old = carry
             return jax.tree.map(jnp.zeros_like, inputs), update(inputs, old)
 
         # Always one turn, again unknown to the compiler: with the constant 1 it would inline the body.
-        _, new = lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (inputs, old))
+        turns = jnp.where(step < 0, 0, 1)
+        _, new = lax.fori_loop(0, turns, run_update, (inputs, old))
         return new
 
 
@@ -187,8 +195,8 @@ def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
         if any(spec_axes(spec)):
             split_leaves.append((path_name(path), spec))
     for site in walk(jaxpr):
-        largest = max((math.prod(variable.aval.shape) for variable in site.equation.invars), default=0)
-        if largest <= 1:  # a scalar has nothing to sum
+        # A scalar has nothing to sum.
+        if all(math.prod(variable.aval.shape) <= 1 for variable in site.equation.invars):
             continue
         if site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
             raise ValueError(
@@ -205,37 +213,42 @@ def _check_update(jaxpr: Any, specs: Any, function: str, remedy: str) -> None:
             )
 
 
-def sum_groups(of_group: OfLeaves, leaves: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
+def sum_groups(compute_sums: ComputeSumsOfLeaves, leaves: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
     """The sums of this device's groups in float32, `[runs, ...]`: dim 0 counts the device's subtrees.
 
-    `of_group` makes the Means and gradients of one group from its arrays, of the batch and the keys. `leaves` are the
-    arrays of all groups, with the group as dim 0. `always` is a boolean scalar that is True, and not a constant.
+    `compute_sums` makes the Means and gradients of one group from its arrays, of the batch and the keys. `leaves` are
+    the arrays of all groups, with the group as dim 0. `always` is a boolean scalar that is True, and not a constant.
     """
-    traced = TracedOnce(of_group, [x[0] for x in leaves])
+    traced = TracedFunction(compute_sums, [x[0] for x in leaves])
     _check_local(traced.jaxpr)
 
     def compute_group(group: Leaves) -> Any:
         return jax.tree.map(lambda x: vary(x.astype(jnp.float32), axes), traced(group))
 
-    def zeros() -> Any:
+    def make_zeros(_: Any = None) -> Any:
         return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), traced.shapes)
 
     def sum_tree(leaves: Leaves) -> Any:
         """The sum of a power of two of groups, as a tree: the sum of the first half plus the sum of the second half."""
         if len(leaves[0]) == 1:
             group = [x[0] for x in leaves]
-            return lax.cond(always, compute_group, lambda _: zeros(), group)
+            return lax.cond(always, compute_group, make_zeros, group)
 
         def add_half(total: Any, turn: Any) -> tuple[Any, None]:
             is_first, half = turn
-            return jax.tree.map(lambda a, b: jnp.where(is_first, b, a + b), total, sum_tree(half)), None
+
+            def add(total: jax.Array, term: jax.Array) -> jax.Array:
+                return jnp.where(is_first, term, total + term)
+
+            return jax.tree.map(add, total, sum_tree(half)), None
 
         halves = split_microbatches(leaves, 2)
-        total, _ = lax.scan(add_half, zeros(), (jnp.array([True, False]), halves))
+        is_first = jnp.array([True, False])
+        total, _ = lax.scan(add_half, make_zeros(), (is_first, halves))
         return total
 
     count = len(leaves[0])
-    run = count & -count  # the largest power of two that divides it
+    run = count & -count  # the largest power of two that divides it: 4 of 12 groups
     if count == run:
         return jax.tree.map(lambda x: x[None], sum_tree(leaves))
     return lax.map(sum_tree, split_microbatches(leaves, count // run))
@@ -253,53 +266,57 @@ def _sum_in_order(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     # part over "data": [12] -> [2, 6].
     if not axes:
         return sum_pairwise(x)
-    x, cutting, part = _parts_in_front(x, cuts, axes)
-    sharing = tuple(axis for axis in axes if axis not in cutting)
-    size = math.prod(part)
+    x, cut_axes = _move_parts_to_front(x, cuts, axes)
+    shared_axes = tuple(axis for axis in axes if axis not in cut_axes)
+    part_shape = x.shape[len(cut_axes) + 1 :]
+    size = math.prod(part_shape)
     if not size:  # jax refuses to gather empty arrays
-        return jnp.zeros(part, x.dtype)
-    pieces = _split_in_pieces(x, [axis_size(axis) for axis in sharing], len(cutting))
-    present_order = (*cutting, *sharing)
-    order = [present_order.index(axis) for axis in axes]
+        return jnp.zeros(part_shape, x.dtype)
+    counts = [axis_size(axis) for axis in shared_axes]
+    pieces = _split_parts(x, counts, len(cut_axes))
+    front_axes = (*cut_axes, *shared_axes)
+    order = [front_axes.index(axis) for axis in axes]
     pieces = jnp.transpose(pieces, (*order, len(axes), len(axes) + 1))
+    pieces = pieces.reshape(-1, *pieces.shape[-2:])
     # An all_to_all and a sum in a fixed order stand in place of a reduce_scatter, whose order of additions is the
     # backend's choice and changes with the number of devices. The bytes are the same.
-    total = sum_pieces(pieces.reshape(-1, *pieces.shape[-2:]), axes)
-    if sharing:
-        total = compat.all_gather_replicated(total, sharing, 0)
-    return total[:size].reshape(part)
+    total = sum_pieces(pieces, axes)
+    if shared_axes:
+        total = compat.all_gather_replicated(total, shared_axes, 0)
+    return total[:size].reshape(part_shape)
 
 
-def _parts_in_front(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> tuple[jax.Array, list[str], tuple[int, ...]]:
-    """`[runs, ...]` as `[size of each cutting axis.., runs, part..]`; the cutting axes; the shape of a part."""
-    axes_of_dim = {}
+def _move_parts_to_front(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> tuple[jax.Array, list[str]]:
+    """`[runs, ...]` as `[size of each axis that cuts.., runs, part..]`, padded where it must be; these axes."""
+    axes_by_dim = {}
     for cut in cuts:
-        axes_of_dim[cut.dim] = [axis for axis in cut.axes if axis in axes]
+        axes_by_dim[cut.dim] = [axis for axis in cut.axes if axis in axes]
     shape = [len(x)]
     widths = [(0, 0)]
-    dim_of_axis: dict[str, int] = {}  # the dim that counts the parts over an axis
+    dim_by_axis: dict[str, int] = {}  # the dim that counts the parts over an axis
     for dim, size in enumerate(x.shape[1:]):
-        cutting = axes_of_dim.get(dim, [])
-        parts = math.prod(axis_size(axis) for axis in cutting)
-        for axis in cutting:
-            dim_of_axis[axis] = len(shape)
+        parts = 1
+        for axis in axes_by_dim.get(dim, []):
+            dim_by_axis[axis] = len(shape)
             shape.append(axis_size(axis))
+            parts *= axis_size(axis)
         widths.append((0, -size % parts))
         shape.append(-(-size // parts))
     x = jnp.pad(x, widths).reshape(shape)
-    x = jnp.moveaxis(x, list(dim_of_axis.values()), range(len(dim_of_axis)))
-    part = x.shape[len(dim_of_axis) + 1 :]
-    return x, list(dim_of_axis), part
+    x = jnp.moveaxis(x, list(dim_by_axis.values()), range(len(dim_by_axis)))
+    return x, list(dim_by_axis)
 
 
-def _split_in_pieces(x: jax.Array, counts: Sequence[int], in_front: int) -> jax.Array:
-    """`[dims in front.., runs, part..]` as `[dims in front.., counts.., runs, piece]`, padded where it must be."""
-    front = x.shape[: in_front + 1]
-    size = math.prod(x.shape[in_front + 1 :])
+def _split_parts(x: jax.Array, counts: Sequence[int], runs_dim: int) -> jax.Array:
+    """`[.., runs, part..]` as `[.., counts.., runs, piece]`, padded where it must be; `runs_dim` counts the runs."""
+    front = x.shape[: runs_dim + 1]
+    size = math.prod(x.shape[runs_dim + 1 :])
     x = x.reshape(*front, size)
-    x = jnp.pad(x, [(0, 0)] * len(front) + [(0, -size % math.prod(counts))])
+    widths = [(0, 0)] * len(front)
+    widths.append((0, -size % math.prod(counts)))
+    x = jnp.pad(x, widths)
     x = x.reshape(*front, *counts, -1)
-    return jnp.moveaxis(x, in_front, -2)
+    return jnp.moveaxis(x, runs_dim, -2)
 
 
 def _check_local(jaxpr: Any) -> None:

@@ -111,21 +111,27 @@ def open_handles(tree: Any) -> Any:
     #   forward   part[2, 6] float32 -> cast to bfloat16 -> all_gather dim 0 -> weight[8, 6] bfloat16
     #   backward  gradient[8, 6] -> cast to float32 -> reduce_scatter dim 0 -> gradient[2, 6] of the part
     # Of zero2, every device has whole[8, 6] beside the part: nothing is gathered, and the backward is the same.
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_handle)
-    weights = []
-    for leaf in leaves:
-        if not is_handle(leaf):
-            weights.append(leaf)
-            continue
-        weight = leaf.part
-        if leaf.scatters:
-            weight = _replace_part(leaf.scatters, leaf.reduce, leaf.whole, weight)
-        if leaf.gathers:
-            weight = _gather_weight(leaf.gathers, leaf.original_sizes, leaf.compute, leaf.reduce, weight)
-        else:
-            weight = cast_floating(weight, leaf.compute)
-        weights.append(weight)
-    return jax.tree.unflatten(structure, weights)
+    return _map_handles(_open_handle, tree)
+
+
+def _map_handles(fn: Callable[[Handle], Any], tree: Any) -> Any:
+    """The tree with `fn(handle)` in place of each handle; other leaves stay as they are."""
+
+    def map_node(node: Any) -> Any:
+        if is_handle(node):
+            return fn(node)
+        return node
+
+    return jax.tree.map(map_node, tree, is_leaf=is_handle)
+
+
+def _open_handle(handle: Handle) -> jax.Array:
+    weight = handle.part
+    if handle.scatters:
+        weight = _replace_part(handle.scatters, handle.reduce, handle.whole, weight)
+    if not handle.gathers:
+        return cast_floating(weight, handle.compute)
+    return _gather_weight(handle.gathers, handle.original_sizes, handle.compute, handle.reduce, weight)
 
 
 def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any, list[jax.Array]]:
@@ -133,29 +139,28 @@ def gather_kept(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any
 
     The forward pass calls it without `kept`; the backward pass passes the parts that the forward pass kept.
     """
-    saved = None if kept is None else iter(kept)
-    nodes, structure = jax.tree.flatten(tree, is_leaf=is_handle)
-    secondary_parts = []
-    for number, node in enumerate(nodes):
-        if not is_handle(node):
-            continue
-        first, later = separate_kept_cuts(node.gathers)
-        if not first:
-            continue
-        if saved is not None:
-            part = next(saved)
+    saved_parts = None if kept is None else iter(kept)
+    parts = []
+
+    def gather(handle: Handle) -> Handle:
+        kept_cuts, regathered_cuts = separate_kept_cuts(handle.gathers)
+        if not kept_cuts:
+            return handle
+        if saved_parts is not None:
+            part = next(saved_parts)
         else:
-            primary = node.part if node.whole is None else node.whole
+            primary = handle.part if handle.whole is None else handle.whole
             # Cast first: the secondary part is sent, and then kept, in the compute dtype.
-            part = gather_cuts(cast_floating(primary, node.compute), first, ())
-        secondary_parts.append(part)
-        nodes[number] = replace(node, part=part, whole=None, gathers=later, scatters=())
-    return jax.tree.unflatten(structure, nodes), secondary_parts
+            part = gather_cuts(cast_floating(primary, handle.compute), kept_cuts)
+        parts.append(part)
+        return replace(handle, part=part, whole=None, gathers=regathered_cuts, scatters=())
+
+    return _map_handles(gather, tree), parts
 
 
 def strip_handles(tree: Any) -> Any:
     """The arrays that are differentiated: the part of each lazy leaf, and all other leaves."""
-    return jax.tree.map(lambda x: x.part if is_handle(x) else x, tree, is_leaf=is_handle)
+    return _map_handles(lambda handle: handle.part, tree)
 
 
 def replace_parts(tree: Any, leaves: Any) -> Any:
@@ -165,7 +170,9 @@ def replace_parts(tree: Any, leaves: Any) -> Any:
         if not is_handle(node):
             return leaf
         handle = replace(node, part=leaf)
-        return open_handles(handle) if handle.opened_before_loss else handle
+        if handle.opened_before_loss:
+            return _open_handle(handle)
+        return handle
 
     return jax.tree.map(replace_part, tree, leaves, is_leaf=is_handle)
 
@@ -186,23 +193,21 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
         TypeError: `fn` computes with a lazy leaf, changes its dims from the first sharded one on, or calls jax.jvp.
     """
     nodes, structure = jax.tree.flatten(args, is_leaf=is_handle)
-    handles = [node for node in nodes if is_handle(node)]
+    handles = {place: node for place, node in enumerate(nodes) if is_handle(node)}
     if not handles:
         # A new tree: flax refuses to change variables of an outer trace.
         return fn(*jax.tree.unflatten(structure, nodes))
-    paths = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle):
-        paths.append(_path_in_parameters(path, at))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_handle)]
     out: list[Any] = []  # what `fn` returned: its leaves, which may be no arrays, and its structure
     misuse = ""
 
-    def run_sealed(handles: list[Handle]) -> list[Any]:
-        remaining = iter(handles)
-        sealed = []
-        for path, node in zip(paths, nodes, strict=True):
-            sealed.append(_seal_handle(next(remaining), path) if is_handle(node) else node)
+    def run_sealed(handles: dict[int, Handle]) -> list[Any]:
+        sealed = list(nodes)
+        for place, handle in handles.items():
+            sealed[place] = _seal_handle(handle, _name_leaf(paths[place], at))
         out[:] = jax.tree.flatten(fn(*jax.tree.unflatten(structure, sealed)))
-        return [leaf for leaf in out[0] if isinstance(leaf, jax.core.Tracer)]
+        leaves, _ = out
+        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
     try:
         closed = jax.make_jaxpr(run_sealed)(handles)
@@ -211,12 +216,12 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
             raise TypeError(misuse)
         if any(site.name == "custom_lin" for site in walk(closed.jaxpr)):
             raise TypeError("jax.jvp cannot pass lazy leaves; the loss calls it. Leave layerwise= out of the plan.")
-        results = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(handles)))
+        results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(handles))
         leaves, structure_out = out
-        values = []
-        for leaf in leaves:
-            values.append(next(results) if isinstance(leaf, jax.core.Tracer) else leaf)
-        return jax.tree.unflatten(structure_out, values)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+        for place, result in zip(places, results, strict=True):
+            leaves[place] = result
+        return jax.tree.unflatten(structure_out, leaves)
     except Exception as error:
         # jax raises a TypeError, a ValueError or an AssertionError for a dtype that it does not know.
         _, mark, message = str(error).partition(_BEGIN)
@@ -226,12 +231,11 @@ def call_sealed(fn: Callable[..., Any], *args: Any, at: Sequence[str] = ()) -> A
         raise TypeError(_misuse_message(words, use if misuse else "")) from error
 
 
-def _path_in_parameters(path: Any, at: Sequence[str]) -> str:
+def _name_leaf(path: Any, at: Sequence[str]) -> str:
     """The name of a leaf, from its path in the arguments: the first key is the argument's number."""
     number, *keys = path
-    prefix = at[number.idx] if number.idx < len(at) else ""
-    if prefix:
-        keys = [jax.tree_util.DictKey(prefix), *keys]
+    if number.idx < len(at) and at[number.idx]:
+        keys = [jax.tree_util.DictKey(at[number.idx]), *keys]
     return path_name(tuple(keys))
 
 
@@ -241,21 +245,25 @@ def _seal_handle(handle: Handle, path: str) -> Handle:
     name = f"{_BEGIN}{handle.words}{_END}"
     cut_dims = [cut.dim for cut in (*handle.gathers, *handle.scatters)]  # from the end, such as -2
     fixed_dims = -min(cut_dims, default=0)
-    whole = None if handle.whole is None else seal(handle.whole, name, fixed_dims)
+    whole = handle.whole
+    if whole is not None:
+        whole = seal(whole, name, fixed_dims)
     part = seal(jax.lax.stop_gradient(handle.part), name, fixed_dims)
-    return replace(handle, part=part, whole=whole, slope=_slope(handle.part))
+    return replace(handle, part=part, whole=whole, slope=_make_slope(handle.part))
 
 
 def unseal_handles(tree: Any) -> Any:
     """The tree with its lazy leaves as they were before `call_sealed`."""
-    return jax.tree.map(lambda x: _unseal_handle(x) if is_handle(x) else x, tree, is_leaf=is_handle)
+    return _map_handles(_unseal_handle, tree)
 
 
 def _unseal_handle(handle: Handle) -> Handle:
     part = unseal(handle.part)
     if handle.slope is not None:
-        part = _with_slope(part, handle.slope.astype(handle.part.dtype.holds))
-    whole = None if handle.whole is None else unseal(handle.whole)
+        part = _attach_slope(part, handle.slope.astype(handle.part.dtype.holds))
+    whole = handle.whole
+    if whole is not None:
+        whole = unseal(whole)
     return replace(handle, part=part, whole=whole, slope=None)
 
 
@@ -263,24 +271,36 @@ def _unseal_handle(handle: Handle) -> Handle:
 # be ignored. So the leaf's gradient goes through a float array beside the part, `slope`, which stop_gradient, a scan or
 # an index treats as any other array.
 @jax.custom_jvp
-def _slope(part: jax.Array) -> jax.Array:
+def _make_slope(part: jax.Array) -> jax.Array:
     return vary_like(jnp.full(part.shape, jnp.nan, part.dtype), part)
 
 
 @jax.custom_jvp
-def _with_slope(part: jax.Array, slope: jax.Array) -> jax.Array:
+def _attach_slope(part: jax.Array, slope: jax.Array) -> jax.Array:
     return part
 
 
-_slope.defjvp(lambda primals, tangents: (_slope(*primals), tangents[0]))
-_with_slope.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+@_make_slope.defjvp
+def _differentiate_make_slope(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (part,) = primals
+    (part_tangent,) = tangents
+    return _make_slope(part), part_tangent
+
+
+@_attach_slope.defjvp
+def _differentiate_attach_slope(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    part, _ = primals
+    _, slope_tangent = tangents
+    return part, slope_tangent
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:
     """The pytree with its floating-point leaves in another dtype; integers, booleans and keys stay as they are."""
 
     def cast(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype)
+        return x
 
     return jax.tree.map(cast, tree)
 

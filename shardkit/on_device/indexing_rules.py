@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardkit.on_device.elementwise_rules import of_one_example
+from shardkit.on_device.elementwise_rules import combine_one_example
 from shardkit.on_device.example_states import (
     UNKNOWN,
     Met,
@@ -34,7 +34,9 @@ def gather(pair: Pair, operands: list[State]) -> State:
     """The state of `operand[indices]`: rows, if each example reads a whole array, or its own part of rows."""
     operand, indices = operands
     if isinstance(operand, Whole) and isinstance(indices, Whole):
-        return any_whole(pair.many.outvars[0], operand.scale if indices.scale == 1 else UNKNOWN)
+        # With more examples, indices that depend on their number may read other elements.
+        scale = operand.scale if indices.scale == 1 else UNKNOWN
+        return any_whole(pair.many.outvars[0], scale)
 
     # Where examples met before, the earlier line is the one to report. Indices [n, 2] of `logits[arange(n), targets]`
     # have met too, since arange(n) was concatenated with rows. Their `columns` say what was concatenated, by which
@@ -48,7 +50,7 @@ def gather(pair: Pair, operands: list[State]) -> State:
         return pair.met("gather is applied to a sum over the examples")
 
     if is_turn(operand) or is_turn(indices):
-        return of_one_example(pair, operands)
+        return combine_one_example(pair, operands)
     if isinstance(indices, Rows) and indices.scale != 1:
         # With more examples, an example would read at another index.
         return pair.met("gather reads at indices that depend on the number of examples")
@@ -70,15 +72,17 @@ def gather(pair: Pair, operands: list[State]) -> State:
 
 def _read_whole(pair: Pair, operand: Whole, indices: State) -> State:
     """Reads an array that is the same for all examples, at the indices of each example."""
-    dims = pair.many.params["dimension_numbers"]
-    example_dim = getattr(indices, "dim", None)
+    met = pair.met("gather reads at the place of an example in the batch")
+    if not isinstance(indices, Rows) or operand.scale == UNKNOWN:
+        return met
     # Under vmap over table[n, V] and labels[n], example i reads table[i, labels[i]]. If the rows of the table differ,
     # what an example reads depends on its place in the batch.
+    dims = pair.many.params["dimension_numbers"]
     shared_dims = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
-    differs_by_place = any(index_dim == example_dim and dim in operand.differs for dim, index_dim in shared_dims)
-    if not isinstance(indices, Rows) or operand.scale == UNKNOWN or differs_by_place:
-        return pair.met("gather reads at the place of an example in the batch")
-    return Rows(_result_dim(pair, indices.dim), indices.copies, operand.scale)
+    for dim, index_dim in shared_dims:
+        if index_dim == indices.dim and dim in operand.differs:
+            return met
+    return Rows(_find_result_dim(pair, indices.dim), indices.copies, operand.scale)
 
 
 def _read_own_part(pair: Pair, operand: Rows, indices: State) -> State:
@@ -86,11 +90,11 @@ def _read_own_part(pair: Pair, operand: Rows, indices: State) -> State:
     dims = pair.many.params["dimension_numbers"]
     number = list(dims.operand_batching_dims).index(operand.dim)
     shared = dims.start_indices_batching_dims[number]
-    of_own = isinstance(indices, Rows) and (indices.dim, indices.copies) == (shared, operand.copies)
-    of_all = isinstance(indices, Whole) and shared not in indices.differs
-    if not of_own and not of_all:
+    indices_of_each = isinstance(indices, Rows) and (indices.dim, indices.copies) == (shared, operand.copies)
+    indices_of_all = isinstance(indices, Whole) and shared not in indices.differs
+    if not indices_of_each and not indices_of_all:
         return pair.met("gather reads at the place of an example in the batch")
-    return Rows(_result_dim(pair, shared), operand.copies, operand.scale)
+    return Rows(_find_result_dim(pair, shared), operand.copies, operand.scale)
 
 
 def _read_other_dims(pair: Pair, operand: Rows, indices: State) -> State:
@@ -113,10 +117,12 @@ def _read_own_row(pair: Pair, operand: Rows, columns: Sequence[State]) -> State:
         return met
     place = list(dims.start_index_map).index(operand.dim)
     column = columns[place]
-    index = column.index if isinstance(column, Whole) else None
-    if index is None or pair.many.params["slice_sizes"][operand.dim] != 1:
+    if not isinstance(column, Whole) or column.index is None:
         return met
-    if pair.shape(1)[index] != pair.shape(0)[operand.dim]:
+    index = column.index
+    reads_one_row = pair.many.params["slice_sizes"][operand.dim] == 1
+    reads_all_examples = pair.shape(1)[index] == pair.shape(0)[operand.dim]
+    if not reads_one_row or not reads_all_examples:
         return met
     # The other columns must belong to the same example, such as its target, or be the same for all examples.
     rows = Rows(index)
@@ -125,14 +131,14 @@ def _read_own_row(pair: Pair, operand: Rows, columns: Sequence[State]) -> State:
             continue
         if not isinstance(state, Whole) or not fits_beside(state, rows):
             return met
-    return Rows(_result_dim(pair, index), 1, operand.scale)
+    return Rows(_find_result_dim(pair, index), 1, operand.scale)
 
 
-def _result_dim(pair: Pair, dim: int) -> int:
+def _find_result_dim(pair: Pair, dim: int) -> int:
     """The dim of a gather's result that a dim of its indices becomes."""
-    offsets = pair.many.params["dimension_numbers"].offset_dims
-    free = [place for place in range(len(pair.out)) if place not in offsets]
-    return free[dim]
+    offset_dims = pair.many.params["dimension_numbers"].offset_dims
+    index_dims = [result_dim for result_dim in range(len(pair.out)) if result_dim not in offset_dims]
+    return index_dims[dim]
 
 
 def scatter(pair: Pair, operands: list[State]) -> State:
@@ -147,8 +153,10 @@ def scatter(pair: Pair, operands: list[State]) -> State:
     number = 0
     if isinstance(indices, Rows) and indices.dim in shared:
         number = list(shared).index(indices.dim)
-    free = [dim for dim in range(len(pair.shape(2))) if dim not in dims.update_window_dims]
-    example_dims = (batching[number], shared[number], free[shared[number]])
+    # The dims of the updates are those of the window, and those of the indices, in order.
+    update_dims = range(len(pair.shape(2)))
+    index_dims = [dim for dim in update_dims if dim not in dims.update_window_dims]
+    example_dims = (batching[number], shared[number], index_dims[shared[number]])
     for state, dim in zip((operand, indices, updates), example_dims, strict=True):
         if isinstance(state, Rows) and state != Rows(dim):
             return met

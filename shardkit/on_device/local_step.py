@@ -19,7 +19,7 @@ from shardkit.on_device.gradient import GradFn, LossFn, WithCarried, call_loss, 
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, open_before_loss, strip_handles
 from shardkit.on_device.loss_results import named_means, terms_by_name
-from shardkit.on_device.loss_weights import in_compute
+from shardkit.on_device.loss_weights import cast_batch
 from shardkit.on_device.means import Sum, describe_type, is_mean
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.one_device import call_on_one_device, note_type_errors
@@ -62,18 +62,19 @@ def local_gradients(
             )
         return named_means((loss, aux)), grads
 
-    def of_examples(batch: Any, keys: jax.Array) -> tuple[dict[str, Any], Any]:
+    def compute_sums(batch: Any, keys: jax.Array) -> tuple[dict[str, Any], Any]:
         return read_results(grad_fn(params, batch, keys, scale=scale))
 
-    def first_means(batch: Any) -> dict[str, Any]:
+    def compute_first_means(batch: Any) -> dict[str, Any]:
         examples = split_microbatches((batch, keys), microbatches.parts)
-        means, _ = of_examples(*take_microbatch(examples, 0))
+        first_batch, first_keys = take_microbatch(examples, 0)
+        means, _ = compute_sums(first_batch, first_keys)
         return means
 
-    with _layout_bound(placement):
+    with _bind_layout(placement):
         # The batch is cast here and not by the loss, which would round the arrays that its weight is computed from.
-        batch = in_compute(
-            first_means,
+        batch = cast_batch(
+            compute_first_means,
             batch,
             policy.compute,
             once=not microbatches.words and _sees_all(placement.batch, grad_fn),
@@ -83,9 +84,9 @@ def local_gradients(
         # The results are this device's sums. A sum over devices would be sent for each microbatch here; `leave` sends
         # one for all microbatches.
         if microbatches.words:
-            means, grads = microbatches.sum_examples(of_examples, batch, keys, scale, placement)
+            means, grads = microbatches.sum_examples(compute_sums, batch, keys, scale, placement)
         else:
-            means, grads = read_results(grad_fn(params, batch, keys, scale=scale))
+            means, grads = compute_sums(batch, keys)
     return batch, means, grads
 
 
@@ -97,29 +98,29 @@ def local_terms(
     Cost: what the loss sends.
     """
 
-    def terms_of_batch(batch: Any) -> dict[str, tuple[Any, ...]]:
+    def compute_terms(batch: Any) -> dict[str, tuple[Any, ...]]:
         # Losses alone are compared: a backward pass would take most of the time, and send what nobody reads.
         with loss_alone():
             loss, aux, _ = grad_fn(params, batch, keys)
         return terms_by_name({"loss": loss, **aux})
 
-    def numbered_means(batch: Any) -> dict[str, Any]:
-        numbered = {}
-        for name, terms in terms_of_batch(batch).items():
+    def compute_means(batch: Any) -> dict[str, Any]:
+        means = {}
+        for name, terms in compute_terms(batch).items():
             for number, mean in enumerate(terms):
-                numbered[f"{name} {number}"] = mean
-        return numbered
+                means[f"{name} {number}"] = mean
+        return means
 
-    with _layout_bound(placement):
-        batch = in_compute(
-            numbered_means,
+    with _bind_layout(placement):
+        batch = cast_batch(
+            compute_means,
             batch,
             policy.compute,
             once=False,
             split=_first_split(placement.batch),
             reads=isinstance(grad_fn, WithCarried),
         )
-        return terms_of_batch(batch)
+        return compute_terms(batch)
 
 
 def local_means(
@@ -132,23 +133,23 @@ def local_means(
     weights = open_before_loss(params)
     state = [open_before_loss(tree) for tree in carried]
 
-    def means_of(batch: Any) -> dict[str, Any]:
+    def compute_means(batch: Any) -> dict[str, Any]:
         args = (partial(call_loss, loss_fn), weights, batch, None, *state)
         if local:
             return named_means(call_on_one_device(*args))
         with note_type_errors(lambda caller: caller(*args)):
             return named_means(call_loss(loss_fn, weights, batch, None, *state))
 
-    with _layout_bound(placement):
-        batch = in_compute(
-            means_of,
+    with _bind_layout(placement):
+        batch = cast_batch(
+            compute_means,
             batch,
             policy.compute,
             once=_sees_all(placement.batch, loss_fn),
             split=_first_split(placement.batch),
             reads=bool(carried),
         )
-        return means_of(batch)
+        return compute_means(batch)
 
 
 def note_split_leaf(
@@ -163,11 +164,11 @@ def note_split_leaf(
     if not leaf:
         return nullcontext()
 
-    def whole_params(params: Any) -> Any:
+    def make_whole(params: Any) -> Any:
         return cast_floating(unpadded(params), compute)
 
     def run_on_whole() -> Any:
-        return jax.eval_shape(run, jax.eval_shape(whole_params, params))
+        return jax.eval_shape(run, jax.eval_shape(make_whole, params))
 
     remedy = (
         "Multiply by parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf "
@@ -206,12 +207,13 @@ def _check_gradients(params: Any, grads: Any) -> None:
     theirs = str(jax.tree.structure(leaves))
     if ours != theirs:
         raise ValueError(f"{rule}; got {ours} for {theirs}. {remedy}")
-    for (path, grad), x in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(leaves), strict=True):
+    grads_with_path = jax.tree_util.tree_leaves_with_path(grads)
+    for (path, grad), x in zip(grads_with_path, jax.tree.leaves(leaves), strict=True):
         if jnp.shape(grad) != x.shape:
             raise ValueError(f"{rule}; leaf {path_name(path)} has {x.shape}, its gradient {jnp.shape(grad)}. {remedy}")
 
 
-def _layout_bound(placement: Placement) -> AbstractContextManager[None]:
+def _bind_layout(placement: Placement) -> AbstractContextManager[None]:
     """A context that binds the axes that split the tokens, and the path of a leaf of which a device has only a part."""
     batch_axes = spec_axes(placement.batch)
     token_axes = batch_axes[1] if len(batch_axes) > 1 else ()

@@ -33,17 +33,19 @@ def loss_and_aux(out: Any, *, allow_sum: bool = False) -> tuple[Any, dict[str, A
         out, aux = out
     rule = "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)"
     values = terms_of(out) if allow_sum else (out,)
-    terms = [_as_mean(value, rule) for value in values]
+    terms = [_make_mean(value, rule) for value in values]
     # The scope marks where a weight meets its total, for those who read the traced program.
     with jax.named_scope(MEAN):
-        terms = [mean._replace(weight=_constant(mean.weight, mean.total)) for mean in terms]
-    loss = Sum(tuple(terms)) if len(terms) > 1 else terms[0]
+        terms = [mean._replace(weight=_hold_constant(mean.weight, mean.total)) for mean in terms]
+    loss: Any = terms[0]
+    if len(terms) > 1:
+        loss = Sum(tuple(terms))
     if not isinstance(aux, Mapping):
         raise TypeError(
             f"value_and_grad: aux must be a dict of scalars or Means by name; got {describe_type(aux)}. "
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
-    return loss, {name: _as_metric(name, value) for name, value in aux.items()}
+    return loss, {name: _make_metric(name, value) for name, value in aux.items()}
 
 
 def named_means(out: Any) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def terms_by_name(means: Mapping[str, Any]) -> dict[str, tuple[Mean, ...]]:
 
 
 @jax.custom_jvp
-def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
+def _hold_constant(weight: jax.Array, total: jax.Array) -> jax.Array:
     """The weight, unchanged; differentiating it is an error, because gradients are those of the total alone.
 
     The total is an operand so that a reader of the traced program finds both in one equation.
@@ -76,8 +78,8 @@ def _constant(weight: jax.Array, total: jax.Array) -> jax.Array:
     return weight
 
 
-@partial(_constant.defjvp, symbolic_zeros=True)
-def _weight_jvp(primals: Any, tangents: Any) -> Any:
+@partial(_hold_constant.defjvp, symbolic_zeros=True)
+def _differentiate_weight(primals: Any, tangents: Any) -> Any:
     weight, _ = primals
     tangent, _ = tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
@@ -88,7 +90,7 @@ def _weight_jvp(primals: Any, tangents: Any) -> Any:
     return weight, tangent
 
 
-def _as_metric(name: Any, value: Any) -> Any:
+def _make_metric(name: Any, value: Any) -> Any:
     """A metric as a Mean, or a tree of metrics as one of Means.
 
     Worked example: `Mean({"mean": m, "variance": v}, count)` is `{"mean": Mean(m, count), "variance": Mean(v, count)}`.
@@ -99,7 +101,8 @@ def _as_metric(name: Any, value: Any) -> Any:
         )
 
     def convert(path: Any, metric: Any) -> Any:
-        if is_mean(metric) and not jax.tree_util.all_leaves([metric.total], _is_metric):
+        is_mean_of_tree = is_mean(metric) and not jax.tree_util.all_leaves([metric.total], _is_metric)
+        if is_mean_of_tree:
 
             def convert_total(path_in_total: Any, total: Any) -> Any:
                 return convert((*path, *path_in_total), Mean(total, metric.weight))
@@ -107,7 +110,7 @@ def _as_metric(name: Any, value: Any) -> Any:
             return jax.tree_util.tree_map_with_path(convert_total, metric.total, is_leaf=_is_metric)
         label = path_name((jax.tree_util.DictKey(name), *path))
         rule = f"value_and_grad: aux {label!r} must be a scalar or Mean(total, weight)"
-        mean = _as_mean(metric, rule, shaped=is_mean(metric))
+        mean = _make_mean(metric, rule, shaped=is_mean(metric))
         if mean.weight.shape not in ((), mean.total.shape):
             raise ValueError(
                 f"Mean {label!r}: the weight must be a scalar or have the shape of the total; got "
@@ -122,24 +125,27 @@ def _is_metric(x: Any) -> bool:
     return x is None or isinstance(x, Mean | Sum)
 
 
-def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
+def _make_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
     """A scalar or a Mean as a Mean of arrays; only with `shaped` may total and weight have dims."""
-    # A scalar counts as the mean of equally many examples on every device: weight 1 for each of them.
-    pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
-    for number in pair:
+    mean = value
+    if not isinstance(value, Mean):
+        # A scalar counts as the mean of equally many examples on every device: weight 1 for each of them.
+        mean = Mean(value, jnp.float32(1))
+    for number in mean:
+        # First the dtype: what is no number has no shape.
         if not is_real(dtype_of(number)) or (jnp.shape(number) and not shaped):
             raise TypeError(
                 f"{rule}; got {describe_type(value)}. Sum over the examples and return Mean(total, weight), or their "
                 "mean."
             )
-    _check_constant_weight(pair.weight)
-    weight = to_array(pair.weight)
+    _check_constant_weight(mean.weight)
+    weight = to_array(mean.weight)
     if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
         raise TypeError(
             f"Mean: the weight must be float32 or an integer, because {weight.dtype} cannot count; got {weight.dtype}. "
             "Sum it in float32, as Mean.of(values, weights) does."
         )
-    return Mean(to_array(pair.total), weight)
+    return Mean(to_array(mean.total), weight)
 
 
 def refuse_rounded_totals(out: Any) -> None:
@@ -150,7 +156,8 @@ def refuse_rounded_totals(out: Any) -> None:
     for mean in jax.tree.leaves(out, is_leaf=is_mean):
         if not is_mean(mean):
             continue
-        is_one = not isinstance(mean.weight, jax.core.Tracer) and np.all(np.asarray(mean.weight) == 1)
+        is_known = not isinstance(mean.weight, jax.core.Tracer)
+        is_one = is_known and np.all(np.asarray(mean.weight) == 1)
         for total in jax.tree.leaves(mean.total):
             dtype = dtype_of(total)
             is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)

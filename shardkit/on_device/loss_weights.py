@@ -53,12 +53,12 @@ class _TracedMean(NamedTuple):
     """What a traced mean depends on."""
 
     name: str
-    unshared: frozenset[str]  # the axes over which its total varies and its weight does not
+    unshared_axes: frozenset[str]  # the axes over which its total varies and its weight does not
     total: Tags
     weight: Tags
 
 
-def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split: int = 0, reads: bool = False) -> Any:
+def cast_batch(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split: int = 0, reads: bool = False) -> Any:
     """The batch as a loss sees it: floating-point arrays in the compute dtype, except for those that make a weight.
 
     `means_of` returns the loss and the auxiliary means of a batch by name; `once` says whether all examples are on one
@@ -76,63 +76,74 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool, split
     # Worked example: a batch {"x": float32[8, 4], "mask": float32[8]} in bfloat16, with the weight sum(mask). In the
     # trace the weight depends on the value of "mask", which stays float32: bfloat16 counts exactly only up to 256. A
     # weight sum(mask > 0) depends on it through a comparison alone, and "mask" may be rounded.
-    paths, structure = jax.tree_util.tree_flatten_with_path(batch)
-    names = [path_name(path) for path, _ in paths]
-    arrays = [leaf for _, leaf in paths]
-    leaves = _Leaves(
-        scalars={number for number, x in enumerate(arrays) if not x.ndim},
-        whole={number for number, x in enumerate(arrays) if x.ndim <= split},
-        rounded={number for number, x in enumerate(arrays) if _rounds(x.dtype, compute)},
-    )
+    paths_and_arrays, structure = jax.tree_util.tree_flatten_with_path(batch)
+    arrays = [x for _, x in paths_and_arrays]
+    leaves = _sort_leaves(arrays, compute, split)
 
-    def cast_all_but(exact: Collection[int]) -> list[Any]:
+    def cast_all_but(exact: Collection[int]) -> Any:
         cast = []
         for number, x in enumerate(arrays):
             cast.append(x if number in exact else cast_floating(x, compute))
-        return cast
+        return jax.tree.unflatten(structure, cast)
 
     # A trace takes as long as that of the loss itself, and is made only if a weight could be rounded or counted twice.
-    needs_trace = bool(leaves.rounded) or (not once and (bool(leaves.whole) or reads))
-    if not needs_trace:
-        return jax.tree.unflatten(structure, cast_all_but(()))
-
-    def trace(arrays: list[Any]) -> list[_TracedMean]:
-        return _trace_means(lambda arrays: means_of(jax.tree.unflatten(structure, arrays)), arrays)
-
+    counted_twice = not once and (bool(leaves.whole) or reads)
+    if not leaves.rounded and not counted_twice:
+        return cast_all_but(())
     try:
-        means = trace(cast_all_but(()))
+        means = _trace_means(means_of, cast_all_but(()))
     except TypeError as error:
         # Probably the loss sums a weight in the compute dtype, which a Mean refuses. In the dtypes of the batch the
         # loss can be traced, and the trace shows which arrays make the weight.
         try:
-            means = trace(cast_all_but(leaves.rounded))
+            means = _trace_means(means_of, cast_all_but(leaves.rounded))
         except Exception:
             raise error from None
+    names = [path_name(path) for path, _ in paths_and_arrays]
     exact: set[int] = set()
     for mean in means:
-        exact |= {tag.leaf for tag in mean.weight if tag.value} & leaves.rounded
         _check_weight(mean, leaves, names, once, split)
-    return jax.tree.unflatten(structure, cast_all_but(exact))
+        for tag in mean.weight:
+            if tag.value and tag.leaf in leaves.rounded:
+                exact.add(tag.leaf)
+    return cast_all_but(exact)
 
 
-def _trace_means(means_of: Callable[[list[Any]], Mapping[str, Any]], arrays: list[Any]) -> list[_TracedMean]:
-    """On which arrays the total and the weight of each mean depend."""
-    described: list[tuple[str, frozenset[str]]] = []
+def _sort_leaves(arrays: Sequence[Any], compute: Any, split: int) -> _Leaves:
+    """Which leaves of a batch are scalars, which every device has whole, and which the compute dtype rounds."""
+    leaves = _Leaves(set(), set(), set())
+    for number, x in enumerate(arrays):
+        if not x.ndim:
+            leaves.scalars.add(number)
+        if x.ndim <= split:
+            leaves.whole.add(number)
+        if _rounds(x.dtype, compute):
+            leaves.rounded.add(number)
+    return leaves
 
-    def totals_and_weights(*arrays: Any) -> list[Any]:
-        means = means_by_path(means_of(list(arrays)))
+
+def _trace_means(means_of: MeansFn, batch: Any) -> list[_TracedMean]:
+    """On which leaves of the batch the total and the weight of each mean depend."""
+    leaves, structure = jax.tree.flatten(batch)
+    names_and_axes: list[tuple[str, frozenset[str]]] = []
+
+    def list_totals_and_weights(*leaves: Any) -> list[Any]:
+        means = means_of(jax.tree.unflatten(structure, leaves))
         results = []
-        described.clear()
-        for name, mean in means:
-            described.append((name, compat.varying_axes(mean.total) - compat.varying_axes(mean.weight)))
+        names_and_axes.clear()
+        for name, mean in means_by_path(means):
+            unshared_axes = compat.varying_axes(mean.total) - compat.varying_axes(mean.weight)
+            names_and_axes.append((name, unshared_axes))
             results += [mean.total, mean.weight]
         return results
 
-    closed = jax.make_jaxpr(totals_and_weights)(*arrays)
-    tags = _TagReader().run(closed, [_tags_of(leaf) for leaf in range(len(arrays))])
+    closed = jax.make_jaxpr(list_totals_and_weights)(*leaves)
+    tags = _TagReader().run(closed, [_make_tags(number) for number in range(len(leaves))])
+    totals = tags[::2]
+    weights = tags[1::2]
     means = []
-    for (name, unshared), total, weight in zip(described, tags[::2], tags[1::2], strict=True):
-        means.append(_TracedMean(name, unshared, total, weight))
+    for (name, unshared_axes), total, weight in zip(names_and_axes, totals, weights, strict=True):
+        means.append(_TracedMean(name, unshared_axes, total, weight))
     return means
 
 
@@ -140,34 +151,29 @@ def _check_weight(mean: _TracedMean, leaves: _Leaves, names: Sequence[str], once
     """Refuses a weight that each device, or each microbatch, counts in full, while its total is a share of a sum."""
     made_of = {tag.leaf for tag in mean.weight}
     counted = {tag.leaf for tag in mean.total} - {_STATE}
-    axes = quote(sorted(mean.unshared))
-    if mean.unshared and counted and made_of == {_STATE}:
+    axes = quote(sorted(mean.unshared_axes))
+    if mean.unshared_axes and counted and made_of == {_STATE}:
         raise ValueError(
             f"Mean {mean.name!r}: the weight of examples must be a sum over them, because it counts once on each "
             f"device along {axes}, and in each microbatch; got one that depends only on parameters or carried state. "
             "Pass the weights of this device's examples, or vary(weight, axes) of this device's share."
         )
     made_of -= {_STATE}
-    if not once and made_of and made_of <= leaves.scalars and not counted <= leaves.scalars:
+    if not made_of:
+        return
+    if not once and made_of <= leaves.scalars and not counted <= leaves.scalars:
         raise ValueError(
             f"Mean {mean.name!r}: the weight of examples must be a sum over them, because the weights of all devices "
             f"and microbatches are added; got one that depends only on leaf {names[min(made_of)]}, a "
             "scalar. Pass a weight for each example: an array with the examples along dim 0."
         )
-    if split and mean.unshared and made_of and made_of <= leaves.whole and not counted <= leaves.whole:
+    if split and mean.unshared_axes and made_of <= leaves.whole and not counted <= leaves.whole:
         raise ValueError(
             f"Mean {mean.name!r}: the weight must count this device's parts of examples, because it is added once on "
             f"each device along {axes}; got one that depends only on leaf {names[min(made_of)]}, which every device "
             "has whole. Pass a weight for each part, as an array with its dims, or vary(weight, axes) if the total "
             "is of whole examples too."
         )
-
-
-def _outside(x: Any) -> int | None:
-    """The tag of a constant of the traced loss: the keys, or the state for other traced values; None for a number."""
-    if not isinstance(x, jax.core.Tracer):
-        return None
-    return _KEYS if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else _STATE
 
 
 def _rounds(dtype: Any, compute: Any) -> bool:
@@ -183,8 +189,12 @@ class _TagReader(FactInterpreter[Tags]):
     """Follows the tags of values through a traced loss."""
 
     def constant(self, x: Any) -> Tags:
-        leaf = _outside(x)
-        return _NOTHING if leaf is None else _tags_of(leaf)
+        # What is traced outside of the loss is keys or state; a number depends on nothing.
+        if not isinstance(x, jax.core.Tracer):
+            return _NOTHING
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _make_tags(_KEYS)
+        return _make_tags(_STATE)
 
     def literal(self, atom: Any) -> Tags:
         return _NOTHING
@@ -195,23 +205,21 @@ class _TagReader(FactInterpreter[Tags]):
     def step(self, equation: Any, operands: list[Tags]) -> Sequence[Tags]:
         if not any(operands):
             return [_NOTHING] * len(equation.outvars)
-        results = []
-        for variable, tags in zip(equation.outvars, super().step(equation, operands), strict=True):
+        results = list(super().step(equation, operands))
+        for number, variable in enumerate(equation.outvars):
             is_comparison = getattr(variable.aval, "dtype", None) == np.bool_
-            results.append(_without_values(tags) if is_comparison else tags)
+            if is_comparison:
+                results[number] = frozenset(tag for tag in results[number] if not tag.value)
         return results
 
     def equation(self, equation: Any, operands: list[Tags]) -> Sequence[Tags]:
         count = len(equation.outvars)
         row = registered(equation.primitive.name)
-        if (row.same or row.kind) and len(operands) == count:  # result i depends on operand i
+        result_for_each_operand = row.same or row.kind
+        if result_for_each_operand and len(operands) == count:
             return operands
         return [_NOTHING.union(*operands)] * count
 
 
-def _tags_of(leaf: int) -> Tags:
+def _make_tags(leaf: int) -> Tags:
     return frozenset({_Tag(leaf, True), _Tag(leaf, False)})
-
-
-def _without_values(tags: Tags) -> Tags:
-    return frozenset(tag for tag in tags if not tag.value)

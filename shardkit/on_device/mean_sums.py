@@ -46,15 +46,15 @@ def global_means(
         collective.
     """
     leaves, structure = jax.tree.flatten(dict(means), is_leaf=is_mean)
-    groups: dict[tuple[str, ...], list[int]] = {}
+    numbers_by_axes: dict[tuple[str, ...], list[int]] = {}
     for number, (name, mean) in enumerate(means_by_path(dict(means))):
         axes = _find_axes_of_sum(name, mean, batch_axes, stage_axes)
-        groups.setdefault(axes, []).append(number)
+        numbers_by_axes.setdefault(axes, []).append(number)
     # Means whose totals vary over the same axes share one collective, after the loss. A sum inside the loss would be
     # sent for each microbatch, and be divided before any device has the weight of all microbatches. Over an axis along
     # which all devices have the same total, such as a tp axis, nothing is summed: a sum would count the total once for
     # each of its devices.
-    for axes, numbers in groups.items():
+    for axes, numbers in numbers_by_axes.items():
         sums = _sum_together([leaves[number] for number in numbers], axes)
         for number, mean in zip(numbers, sums, strict=True):
             leaves[number] = mean
@@ -95,24 +95,25 @@ def _find_axes_of_sum(
     """
     total_axes = varying_axes(mean.total)
     weight_axes = varying_axes(mean.weight)
+    axes = tuple(sorted(total_axes | weight_axes))
     # Along an axis of one device nothing is counted twice, and what varies by an index along it is whole.
-    counted = frozenset(axis for axis in total_axes | weight_axes if axis_size(axis) > 1)
-    foreign_axes = sorted(counted & total_axes - frozenset(batch_axes))
+    counted_axes = frozenset(axis for axis in axes if axis_size(axis) > 1)
+    foreign_axes = sorted(counted_axes & total_axes - frozenset(batch_axes))
     if foreign_axes and jnp.ndim(mean.total):
         raise ValueError(
             f"Mean {name!r}: an array may vary only over the axes of the batch; got {describe_type(mean.total)}, "
             f"which varies over {quote(foreign_axes)} too. Pass all_gather(..., replicated=True) of parts of the "
             "array, or all_reduce(...) of parts of a sum."
         )
-    unmatched = sorted(counted & _find_unmatched_axes(total_axes, weight_axes, batch_axes))
-    if unmatched:
-        remedy = _find_remedy(unmatched, foreign_axes, stage_axes)
+    unmatched_axes = sorted(counted_axes & _find_unmatched_axes(total_axes, weight_axes, batch_axes))
+    if unmatched_axes:
+        remedy = _find_remedy(unmatched_axes, foreign_axes, stage_axes)
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
             f"{quote(sorted(total_axes))} and the weight over {quote(sorted(weight_axes))}, which differ in "
-            f"{quote(unmatched)}. {remedy}"
+            f"{quote(unmatched_axes)}. {remedy}"
         )
-    return tuple(sorted(total_axes | weight_axes))
+    return axes
 
 
 def _find_unmatched_axes(
@@ -127,9 +128,9 @@ def _find_unmatched_axes(
     return missing_of_total | missing_of_weight
 
 
-def _find_remedy(unmatched: Sequence[str], foreign_axes: Sequence[str], stage_axes: Collection[str]) -> str:
+def _find_remedy(unmatched_axes: Sequence[str], foreign_axes: Sequence[str], stage_axes: Collection[str]) -> str:
     """What to do where a total and its weight vary over different axes."""
-    stages = [axis for axis in unmatched if axis in stage_axes]
+    stages = [axis for axis in unmatched_axes if axis in stage_axes]
     if stages:
         return pipeline_remedy(stages)
     example = ", as row_linear over a tp axis" if foreign_axes else ""
@@ -145,15 +146,15 @@ def combine_terms(terms: Sequence[Mean]) -> jax.Array:
     Worked example: of a batch, `a` has weight 8 and `b` weight 2. The total is `8/8 * a.total + 8/2 * b.total`, and
     after the sum over devices it is divided by 8: `a.total / 8 + b.total / 2`.
     """
-    varying = [varying_axes(mean.total) for mean in terms]
-    axes = tuple(sorted(frozenset[str]().union(*varying)))
+    axes_of_terms = [varying_axes(mean.total) for mean in terms]
+    axes = tuple(sorted(frozenset[str]().union(*axes_of_terms)))
     weights = jnp.stack([vary(mean.weight.astype(jnp.float32), axes) for mean in terms])
     if axes:
         weights = all_reduce(weights, axes)
     # A term may be the same along an axis over which another term varies. Then its gradient is summed once for each
     # device of the axis, and so is its weight, in the all_reduce above: the copies cancel. The weights by which the
     # step divides have no copies, so the largest of them is found without copies.
-    copies = jnp.array([_count_copies(axes, term_axes) for term_axes in varying], jnp.float32)
+    copies = jnp.array([_count_copies(axes, term_axes) for term_axes in axes_of_terms], jnp.float32)
     largest = divisor_of(jnp.max(weights / copies))
     divisors = divisor_of(weights)
     totals = []

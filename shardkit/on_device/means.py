@@ -190,13 +190,16 @@ def check_size(value: Any) -> None:
 
 def terms_of(loss: Any) -> tuple[Any, ...]:
     """The Means of which a loss is the sum."""
-    return loss.terms if isinstance(loss, Sum) else (loss,)
+    if isinstance(loss, Sum):
+        return loss.terms
+    return (loss,)
 
 
 def largest_weight(loss: Any) -> jax.Array:
     """The weight by which a loss's gradient is still to be divided: the only one, or the largest of a sum of Means."""
     # For a sum of Means `combine_terms` has multiplied each total by this weight over its own.
-    return reduce(jnp.maximum, [mean.weight for mean in terms_of(loss)])
+    weights = [mean.weight for mean in terms_of(loss)]
+    return reduce(jnp.maximum, weights)
 
 
 def divisor_of(weight: jax.Array) -> jax.Array:

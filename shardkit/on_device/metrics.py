@@ -29,11 +29,11 @@ def metrics_of(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 def cast_metrics(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The metrics in the output dtype, except for counts and scales."""
-    # bfloat16 counts exactly only up to 256.
-    kept = ("weight", "finite", "loss_scale")
-    cast = {}
+    cast = dict(metrics)
     for name, metric in metrics.items():
-        cast[name] = metric if name in kept else jax.tree.map(lambda x: x.astype(dtype), metric)
+        # bfloat16 counts exactly only up to 256.
+        if name not in ("weight", "finite", "loss_scale"):
+            cast[name] = jax.tree.map(lambda x: x.astype(dtype), metric)
     return cast
 
 
@@ -56,13 +56,18 @@ def if_finite(metrics: Mapping[str, Any], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)
 
 
-def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+def sum_means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     """The means over all devices, from float32 sums `[runs]` of each device's groups.
 
     Cost: one deterministic all_reduce of 8 bytes per mean and run.
     """
     means = dict(means)
-    flat = jax.vmap(lambda run: ravel_pytree(run)[0])(means)  # [runs, numbers]
+
+    def flatten(run: Any) -> jax.Array:
+        numbers, _ = ravel_pytree(run)
+        return numbers
+
+    flat = jax.vmap(flatten)(means)  # [runs, numbers]
     _, restore = ravel_pytree(jax.tree.map(lambda x: x[0], means))
     if axes:
         # In the order of the gradients' sums: by a plain all_reduce the loss would have other bits on each mesh.

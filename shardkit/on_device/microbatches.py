@@ -28,10 +28,10 @@ from shardkit.on_device.batch import example_axes, split_microbatches, take_micr
 from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
 
-# From a batch and the keys of its examples to the Means by name and the gradients.
-OfExamples = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 Leaves = list[jax.Array]
-OfLeaves = Callable[[Leaves], Any]
+# From a batch and the keys of its examples to the Means by name and the gradients; the same of the arrays of both.
+ComputeSums = Callable[[Any, Any], tuple[dict[str, Any], Any]]
+ComputeSumsOfLeaves = Callable[[Leaves], Any]
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Microbatches:
         return scale
 
     def sum_examples(
-        self, of_examples: OfExamples, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
+        self, compute_sums: ComputeSums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement
     ) -> Any:
         """The Means and gradients of this device's examples."""
-        of_leaves, leaves = split_leaves(of_examples, batch, keys, self.parts)
+        compute_sums_of_leaves, leaves = split_leaves(compute_sums, batch, keys, self.parts)
         # Traced before the scan, because the warning reads the program of one microbatch.
-        traced = TracedOnce(of_leaves, take_microbatch(leaves, 0))
+        traced = TracedFunction(compute_sums_of_leaves, take_microbatch(leaves, 0))
         _warn_of_mixing(traced.jaxpr, self.parts, example_axes(placement.batch))
 
         def add_microbatch(total: Any, leaves: Leaves) -> tuple[Any, None]:
@@ -79,22 +79,25 @@ class Microbatches:
         return update(inputs, old)
 
 
-def split_leaves(of_examples: OfExamples, batch: Any, keys: Any, parts: int) -> tuple[OfLeaves, Leaves]:
-    """`of_examples` as a function of one microbatch's arrays, and the arrays of all microbatches, for a scan.
+def split_leaves(compute_sums: ComputeSums, batch: Any, keys: Any, parts: int) -> tuple[ComputeSumsOfLeaves, Leaves]:
+    """`compute_sums` as a function of one microbatch's arrays, and the arrays of all microbatches, for a scan.
 
     The arrays have the microbatch as dim 0. A scan takes no scalars: the function has the scalars of the batch in it.
     """
     leaves, structure = jax.tree.flatten(split_microbatches((batch, keys), parts))
+    places = [place for place, x in enumerate(leaves) if x.ndim]
 
-    def of_leaves(arrays: Leaves) -> Any:
-        remaining = iter(arrays)
-        microbatch = [next(remaining) if x.ndim else x for x in leaves]
-        return of_examples(*jax.tree.unflatten(structure, microbatch))
+    def compute_sums_of_leaves(arrays: Leaves) -> Any:
+        microbatch = list(leaves)
+        for place, x in zip(places, arrays, strict=True):
+            microbatch[place] = x
+        batch, keys = jax.tree.unflatten(structure, microbatch)
+        return compute_sums(batch, keys)
 
-    return of_leaves, [x for x in leaves if x.ndim]
+    return compute_sums_of_leaves, [leaves[place] for place in places]
 
 
-class TracedOnce:
+class TracedFunction:
     """A function of arrays, traced once: its program can be read before it is called, and calls run the program.
 
     Attributes:
@@ -102,8 +105,8 @@ class TracedOnce:
         shapes: the shapes and dtypes of its results.
     """
 
-    def __init__(self, of_leaves: OfLeaves, example: Leaves):
-        closed, self.shapes = jax.make_jaxpr(of_leaves, return_shape=True)(example)
+    def __init__(self, fn: ComputeSumsOfLeaves, example: Leaves):
+        closed, self.shapes = jax.make_jaxpr(fn, return_shape=True)(example)
         self.jaxpr: Any = closed.jaxpr
         self._constants = closed.consts
         self._structure = jax.tree.structure(self.shapes)
@@ -111,9 +114,9 @@ class TracedOnce:
     def __call__(self, leaves: Leaves) -> Any:
         """The results for arrays of the shapes of the example."""
         results = jax.core.eval_jaxpr(self.jaxpr, self._constants, *leaves)
-        for i, shape in enumerate(jax.tree.leaves(self.shapes)):
-            if not isinstance(results[i], jax.Array):  # a literal of the program, such as a constant weight
-                results[i] = jnp.asarray(results[i], shape.dtype)
+        for number, shape in enumerate(jax.tree.leaves(self.shapes)):
+            if not isinstance(results[number], jax.Array):  # a literal of the program, such as a constant weight
+                results[number] = jnp.asarray(results[number], shape.dtype)
         return jax.tree.unflatten(self._structure, results)
 
 
@@ -126,14 +129,14 @@ def _warn_of_mixing(jaxpr: Any, parts: int, batch_axes: tuple[str, ...]) -> None
     """
     for site in walk(jaxpr):
         collective = kind_of(site.equation)
-        mixed = set(mesh_axes(site.equation)) & set(batch_axes)
-        if collective is None or not mixed:
+        mixed_axes = set(mesh_axes(site.equation)) & set(batch_axes)
+        if collective is None or not mixed_axes:
             continue
         if not site.backward and not (site.within(PLAN) or site.within(PER_MICROBATCH)):
             warnings.warn(
                 f"make_train_step: with accumulate={parts} the loss gets one microbatch at a time, so a collective "
                 f"over an axis of the batch mixes the examples of one microbatch; it calls {collective} over "
-                f"{quote(sorted(mixed))} at {site.source}. Leave accumulate at 1, and save memory with "
+                f"{quote(sorted(mixed_axes))} at {site.source}. Leave accumulate at 1, and save memory with "
                 "scan_layers(..., microbatches=) or remat=, if all examples count together.",
                 stacklevel=2,
             )

@@ -25,7 +25,7 @@ _MOVES_TOTALS = {
 }
 
 
-def of_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
+def wrap_one_operand(rule: Callable[[Pair, Rows], State]) -> Rule:
     """Wraps a rule for rows of one array: further operands are indices, and a sum over the examples may be moved."""
 
     def apply_rule(pair: Pair, operands: list[State]) -> State:
@@ -65,8 +65,8 @@ def reshape(pair: Pair, rows: Rows) -> State:
     - `[2, B, D]` with examples along dim 1, to `[2 * B, D]`: dim 0, with two copies of all examples.
     - `[B, T, D]` to `[B / 2, 2 * T, D]`: no dim, because two examples share a row.
     """
-    elements_before = math.prod(pair.shape(0)[: rows.dim])
-    blocks = elements_before * rows.copies  # how often all examples follow each other in the flat array
+    size_before = math.prod(pair.shape(0)[: rows.dim])
+    blocks = size_before * rows.copies  # how often all examples follow each other in the flat array
     # For `[2, B, D]` to `[2 * B, D]` with the examples along dim 1: `blocks` is 2, dim 0 of the result has 2 B rows, so
     # it has two whole blocks of examples, and `copies` becomes 2.
     outer = 1
@@ -170,7 +170,7 @@ def concatenate(pair: Pair, operands: list[State]) -> State:
             return pair.met("concatenate pairs every example with every other")
     if first.dim == dim:
         return _concatenate_copies(pair, operands, rows, wholes, dim)
-    same_copies = len({state.copies for state in rows}) == 1
+    same_copies = all(state.copies == first.copies for state in rows)
     if same_copies and all(fits_beside(state, first) for state in wholes):
         return first
     met = pair.met("concatenate combines an example with its place in the batch")

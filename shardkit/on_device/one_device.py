@@ -44,12 +44,12 @@ def call_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     # Split leaves and lazy leaves are refused before the loss is called: inside, where there is no mesh, jax would only
     # say that an axis is unbound.
     check_whole()
-    lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
-    if lazy:
-        raise ValueError(
-            "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; got "
-            f"{lazy[0]}, a lazy leaf. Leave out layerwise= of the plan, or local=."
-        )
+    for leaf in jax.tree.leaves(args, is_leaf=is_handle):
+        if is_handle(leaf):
+            raise ValueError(
+                "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; "
+                f"got {leaf}, a lazy leaf. Leave out layerwise= of the plan, or local=."
+            )
     return as_on_one_device(fn, *args)
 
 

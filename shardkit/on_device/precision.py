@@ -71,7 +71,9 @@ def precision_of(name: Precision | str | None) -> Precision:
         check_kind("Precision", "growth_interval", name.growth_interval, (int,))
         at_least("Precision", 1, growth_interval=name.growth_interval)
         return name
-    policy = _NAMED.get("no" if name is None else name)
+    if name is None:
+        name = "no"
+    policy = _NAMED.get(name)
     if policy is None:
         raise ValueError(
             f"precision: the name must be one of {quote(_NAMED)}; got {name!r}. Pass one of them or a Precision."
@@ -113,10 +115,12 @@ def _check_loss_scale(policy: Precision) -> None:
 
 def first_loss_scale(policy: Precision) -> LossScale | None:
     """The loss scale of a new TrainState; None without scaling."""
-    if policy.loss_scale is None:
+    scale = policy.loss_scale
+    if scale is None:
         return None
-    scale = _FIRST_DYNAMIC_SCALE if policy.loss_scale == "dynamic" else float(policy.loss_scale)
-    return LossScale(jnp.float32(scale), jnp.int32(0))
+    if scale == "dynamic":
+        scale = _FIRST_DYNAMIC_SCALE
+    return LossScale(jnp.float32(float(scale)), jnp.int32(0))
 
 
 def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> LossScale:

@@ -10,7 +10,6 @@ Residuals have the unit of the final gradient: divided by the weight and the los
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import mesh_in_context, quote
 from shardkit._arguments.typed import Arrays, typed
-from shardkit.meshes.layout import all_axes, by_path, canonical, spec_axes
+from shardkit.meshes.layout import all_axes, by_path, canonical, count_devices, spec_axes
 from shardkit.on_device.feedback import find_first_cut
 from shardkit.plans.plan import Placement, Plan
-from shardkit.plans.splits import LeafLayout, map_layouts
+from shardkit.plans.splits import LeafLayout, make_spec, map_layouts
 from shardkit.plans.storage import Storage, is_padded, padded_shape, padding, stored_array, wrap_stored
 
 
@@ -65,10 +64,11 @@ def zero_residuals(params: Any, placement: Placement) -> Any:
     if shapes is None:
         return None
 
-    def zeros() -> Any:
+    def make_zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    return jax.jit(make_zeros, out_shardings=shardings)()
 
 
 def residual_shapes(params: Any, placement: Placement) -> Any:
@@ -78,26 +78,29 @@ def residual_shapes(params: Any, placement: Placement) -> Any:
     mesh = placement.mesh
     batch_axes = all_axes(placement.batch)
 
-    def shape_of(layout: LeafLayout, x: Any) -> Any:
-        first = _first_reduction(layout)
-        if first is None:
+    def find_shape(layout: LeafLayout, x: Any) -> Any:
+        reduction = _find_first_reduction(layout)
+        if reduction is None:
             return None
-        grad_spec, summed_axes = first
-        unreduced = (batch_axes | set(layout.varies)) - all_axes(grad_spec) - summed_axes
+        grad_spec, summed_axes = reduction
+        varying = batch_axes | set(layout.varies)
+        unreduced_axes = varying - all_axes(grad_spec) - summed_axes
         # In the order of the mesh: the rows stand as the devices do.
-        axes = tuple(axis for axis in mesh.axis_names if axis in unreduced)
-        rows = math.prod(mesh.shape[axis] for axis in axes)
+        axes = tuple(axis for axis in mesh.axis_names if axis in unreduced_axes)
+        rows = count_devices(mesh, axes)
         shape = (rows, *x.shape)
         spec = canonical(PartitionSpec(axes, *grad_spec))
         stored = padded_shape(shape, spec, mesh)
         residual = jax.ShapeDtypeStruct(stored, jnp.float32, sharding=NamedSharding(mesh, spec))
         return wrap_stored(residual, padding(shape, spec, mesh))
 
-    shapes = map_layouts(shape_of, placement.layouts, params)
-    return shapes if jax.tree.leaves(shapes) else None
+    shapes = map_layouts(find_shape, placement.layouts, params)
+    if not jax.tree.leaves(shapes):
+        return None
+    return shapes
 
 
-def _first_reduction(layout: LeafLayout) -> tuple[PartitionSpec, set[str]] | None:
+def _find_first_reduction(layout: LeafLayout) -> tuple[PartitionSpec, set[str]] | None:
     """How a gradient is split where its first reduction with feedback gets it, and the axes over which it is summed.
 
     None if it has no such reduction.
@@ -107,21 +110,19 @@ def _first_reduction(layout: LeafLayout) -> tuple[PartitionSpec, set[str]] | Non
     # that is scattered over "fsdp" in int8 has a residual of its whole shape, for each device.
     cuts = layout.cuts(scatter=("step",))
     first = find_first_cut(layout)
-    in_a_cut = first < len(cuts)
-    if not in_a_cut and not any(algorithm.feedback for _, algorithm in layout.sums):
+    is_cut = first < len(cuts)
+    if not is_cut and not any(algorithm.feedback for _, algorithm in layout.sums):
         return None
-    axes = dict(enumerate(spec_axes(layout.grad)))
+    axes_by_dim = dict(enumerate(spec_axes(layout.grad)))
     for cut in cuts[:first]:
-        axes[cut.dim] = axes.get(cut.dim, ()) + cut.axes
-    last_dim = max(axes, default=-1)
-    spec = PartitionSpec(*(axes.get(dim, ()) for dim in range(last_dim + 1)))
+        axes_by_dim[cut.dim] = axes_by_dim.get(cut.dim, ()) + cut.axes
     # Sums come after cuts, and those with feedback after the others.
     summed_axes = set[str]()
-    if not in_a_cut:
-        for sum_axes, algorithm in layout.sums:
+    if not is_cut:
+        for axes, algorithm in layout.sums:
             if not algorithm.feedback:
-                summed_axes |= set(sum_axes)
-    return spec, summed_axes
+                summed_axes.update(axes)
+    return make_spec(axes_by_dim), summed_axes
 
 
 def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:
@@ -136,16 +137,16 @@ def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:
     if residuals is not None and shapes is None:
         raise ValueError(
             "step: without error feedback in the plan, the state must hold no residuals; it holds residuals of "
-            f"{quote(_shapes_by_path(residuals))}. Pass state._replace(residuals=None): the steps after it never add "
+            f"{quote(_list_shapes(residuals))}. Pass state._replace(residuals=None): the steps after it never add "
             "what compressed reductions have left out so far."
         )
-    for path, ours, theirs in _differences(residuals, shapes):
+    for path, ours, theirs in _list_differences(residuals, shapes):
         raise ValueError(
             f"step: the residual of leaf {path} must have shape {theirs} under this plan and mesh; got {ours}. Save a "
             "checkpoint and restore it for this plan, which keeps the sum of the residuals, or pass "
             f"state._replace({zeros}), which begin with zeros."
         )
-    return _specs(shapes)
+    return _get_specs(shapes)
 
 
 def residual_layouts(where: str, residuals: Any, params: Any, placement: Placement) -> Any:
@@ -153,29 +154,30 @@ def residual_layouts(where: str, residuals: Any, params: Any, placement: Placeme
     if residuals is None:
         return None
     shapes = residual_shapes(params, placement)
-    for path, ours, theirs in _differences(residuals, shapes):
+    for path, ours, theirs in _list_differences(residuals, shapes):
         raise ValueError(
             f"{where} must be a plan with the residuals of the state; the residual of leaf {path} has shape {theirs} "
             f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps "
             "the sum of the residuals, or pass state._replace(residuals=None), which drops them."
         )
-    return jax.tree.map(Storage, _specs(shapes))
+    return jax.tree.map(Storage, _get_specs(shapes))
 
 
-def _specs(shapes: Any) -> Any:
+def _get_specs(shapes: Any) -> Any:
     return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
 
 
-def _differences(residuals: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
+def _list_differences(residuals: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
     """The leaves whose residuals differ: their paths, and both shapes or None."""
-    ours = _shapes_by_path(residuals)
-    theirs = _shapes_by_path(expected)
+    ours = _list_shapes(residuals)
+    theirs = _list_shapes(expected)
     for path in {**ours, **theirs}:
         if ours.get(path) != theirs.get(path):
             yield path, ours.get(path), theirs.get(path)
 
 
-def _shapes_by_path(residuals: Any) -> dict[str, tuple[int, ...]]:
+def _list_shapes(residuals: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of residuals by path."""
     leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
     shapes = {}
     for path, residual in by_path("step: residuals", leaves).items():

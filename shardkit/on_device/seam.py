@@ -81,13 +81,12 @@ def enter_leaf(placement: Placement, policy: Precision, layout: LeafLayout, x: A
     # sum it at each use of the leaf, in each microbatch, before `leave` can choose when, in which dtype and by which
     # algorithm. The mark sends nothing, and since the gradient is with respect to the marked leaf, it stays this
     # device's sum.
-    data_axes = (*itertools.chain(*spec_axes(placement.batch)), *layout.varies)
+    batch_axes = itertools.chain(*spec_axes(placement.batch))
+    data_axes = (*batch_axes, *layout.varies)
     x = stored_array(x)
     if layout.lazy:
         return _make_handle(layout, x, data_axes, policy)
-    cuts = layout.cuts(gather=("step",))
-    whole = gather_cuts(cast_floating(x, policy.compute), cuts, layout.padding(cuts))
-    return vary(whole, data_axes)
+    return vary(_gather_before_loss(layout, x, policy.compute), data_axes)
 
 
 def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
@@ -101,15 +100,23 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
     another: then `whole` is whole over the second axis alone, and the layer gathers it over the first.
     """
     gathered_by_layer = layout.cuts(gather=("layer",))
+    padded_dims = layout.padding(gathered_by_layer)
     # `cuts` gives the cuts that meet both conditions: gathered at one of these times and scattered at one of those.
     scattered_early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
-    value = _gather_now(layout, x, policy.compute)
+    # Where nothing is gathered here it keeps its dtype: the part is what is differentiated, and the layer casts it.
+    value = x
+    if layout.cuts(gather=("step",)):
+        # Sent in the compute dtype, and cast back, because the leaf may be gathered by layer too.
+        value = _gather_before_loss(layout, x, policy.compute).astype(x.dtype)
     part = value
     whole = None
     if scattered_early:
-        part = _take_gradient_part(value, scattered_early, policy.reduce)
-        # A leaf that the layer gathers is cast there.
-        whole = value if gathered_by_layer else cast_floating(value, policy.compute)
+        for cut in scattered_early:
+            part = take_part(part, cut.axes, dim=cut.dim)
+        part = cast_floating(part, policy.reduce)
+        whole = value
+        if not gathered_by_layer:
+            whole = cast_floating(whole, policy.compute)
         whole = vary(whole, data_axes)
     return Handle(
         vary(part, data_axes),
@@ -119,27 +126,14 @@ def _make_handle(layout: LeafLayout, x: jax.Array, data_axes: tuple[str, ...], p
         compute=policy.compute,
         reduce=policy.reduce,
         opened_before_loss=layout.opened_before_loss,
-        original_sizes=tuple((dim - x.ndim, size) for dim, size in layout.padding(gathered_by_layer)),
+        original_sizes=tuple((dim - x.ndim, size) for dim, size in padded_dims),
     )
 
 
-def _gather_now(layout: LeafLayout, x: jax.Array, dtype: Any) -> jax.Array:
-    """A lazy leaf, gathered over the axes over which it is whole during the whole step: sent in a dtype, and cast back.
-
-    It is cast back because the leaf may be gathered by layer too: its part is then differentiated, in its own dtype.
-    """
+def _gather_before_loss(layout: LeafLayout, x: jax.Array, dtype: Any) -> jax.Array:
+    """A leaf in a dtype, gathered over the axes over which it is whole during the whole step."""
     cuts = layout.cuts(gather=("step",))
-    if not cuts:
-        return x
-    return gather_cuts(cast_floating(x, dtype), cuts, layout.padding(cuts)).astype(x.dtype)
-
-
-def _take_gradient_part(value: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
-    """An array of the type of the scattered gradient: this device's part, in the dtype of sums of gradients."""
-    part = value
-    for cut in cuts:
-        part = take_part(part, cut.axes, dim=cut.dim)
-    return cast_floating(part, dtype)
+    return gather_cuts(cast_floating(x, dtype), cuts, layout.padding(cuts))
 
 
 def leave(
@@ -193,7 +187,8 @@ def _scatter(gradient: PartialGradient, layout: LeafLayout, dtype: Any) -> Parti
     cuts = count_from_end(layout.cuts(scatter=("step",)), grad.ndim)
     if cuts and _scatters_by_layer(grad, cuts, dtype):
         # A message for each layer, so that only one layer is copied to the wider dtype at a time.
-        return gradient._replace(grad=lax.map(lambda layer: scatter_cuts(layer, cuts, dtype), grad))
+        scatter_layer = partial(scatter_cuts, cuts=cuts, dtype=dtype)
+        return gradient._replace(grad=lax.map(scatter_layer, grad))
     return gradient._replace(grad=scatter_cuts(grad, cuts, dtype))
 
 
@@ -207,7 +202,8 @@ def _scatters_by_layer(grad: jax.Array, cuts: Cuts, dtype: Any) -> bool:
     if itemsize <= grad.dtype.itemsize:
         return False
     splits_layers = any(cut.dim == -grad.ndim for cut in cuts)
-    return itemsize * grad.size > grad.shape[0] * LAYER_BYTES and not splits_layers
+    has_large_layers = itemsize * grad.size > grad.shape[0] * LAYER_BYTES
+    return has_large_layers and not splits_layers
 
 
 class _AlikeSums(NamedTuple):
@@ -229,17 +225,18 @@ def _sum_by_algorithms(
     for number, layout in enumerate(layouts):
         varying = varying_axes(gradients[number].grad)
         for axes, algorithm in layout.sums:
-            axes = tuple(axis for axis in axes if axis in varying)
-            if axes:
-                leaves_by_call.setdefault(_AlikeSums(axes, algorithm, varying), []).append(number)
+            unreduced_axes = tuple(axis for axis in axes if axis in varying)
+            if unreduced_axes:
+                call = _AlikeSums(unreduced_axes, algorithm, varying)
+                leaves_by_call.setdefault(call, []).append(number)
     # Sums with feedback come last: a residual is stored as this device's gradient is before the first of them, and is
     # added there. Added earlier, it would be summed over the axes of the other sums, once for each of their devices.
-    without_feedback = [call for call in leaves_by_call if not call.algorithm.feedback]
-    with_feedback = [call for call in leaves_by_call if call.algorithm.feedback]
+    calls = sorted(leaves_by_call, key=lambda call: call.algorithm.feedback)
     gradients = list(gradients)
-    for call in (*without_feedback, *with_feedback):
+    for call in calls:
         numbers = leaves_by_call[call]
-        sums = sum_by_algorithm(call.algorithm, [gradients[number] for number in numbers], call.axes, dtype)
+        operands = [gradients[number] for number in numbers]
+        sums = sum_by_algorithm(call.algorithm, operands, call.axes, dtype)
         for number, gradient in zip(numbers, sums, strict=True):
             gradients[number] = gradient
     return gradients
@@ -247,9 +244,10 @@ def _sum_by_algorithms(
 
 def _sum_what_varies(grad: jax.Array, layout: LeafLayout, dtype: Any) -> jax.Array:
     """The gradient, summed over the axes that its type names and the layout of its update does not."""
-    axes = tuple(sorted(varying_axes(grad) - all_axes(layout.update)))
-    if not axes:
+    unreduced_axes = varying_axes(grad) - all_axes(layout.update)
+    if not unreduced_axes:
         return grad
+    axes = tuple(sorted(unreduced_axes))
     grad = grad.astype(dtype)
     # Where XLA's partitioner splits dims of the leaf too (`manual=`), each device sums only its own part.
     automatic_split = split_dims(layout.automatic)
@@ -273,7 +271,8 @@ def to_rest(params: Any, placement: Placement) -> Any:
         cuts_at_rest = layout.cuts(gather=("never", "layer", "step"))  # all but those of the update alone
         padded_at_rest = layout.padding(cuts_at_rest)
         padded_in_update_alone = set(layout.padded) - set(padded_at_rest)
-        x = gather_cuts(stored_array(x), layout.cuts(gather=("update",)), padded_in_update_alone, replicated=True)
+        cuts_in_update_alone = layout.cuts(gather=("update",))
+        x = gather_cuts(stored_array(x), cuts_in_update_alone, padded_in_update_alone, replicated=True)
         return wrap_stored(x, padded_at_rest, layout.rows)
 
     return map_layouts(gather_update, placement.layouts, params)

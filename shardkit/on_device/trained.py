@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import compress
 from typing import Any
 
 import jax
@@ -77,37 +77,39 @@ class TrainedLeaves:
 
     def __init__(self, tree: Any, trained: Any):
         self._leaves, self._structure = jax.tree.flatten(tree)
-        self._flags = _flags_of(tree, True if trained is None else trained)
+        if trained is None:
+            trained = True
+        self._flags = _repeat_flags(tree, trained)
         noted = _NOTED.get()
         if noted is not None:
             noted.append(jax.tree.unflatten(self._structure, self._flags))
 
     def select(self, tree: Any = None) -> list[Any]:
         """The leaves that are trained, of this tree or another one."""
-        leaves = self._leaves if tree is None else jax.tree.leaves(tree)
-        return list(compress(leaves, self._flags))
+        leaves = self._leaves
+        if tree is not None:
+            leaves = jax.tree.leaves(tree)
+        return list(itertools.compress(leaves, self._flags))
 
     def merge(self, values: list[Any]) -> Any:
         """The tree with other values for the leaves that are trained."""
-        return self._fill_in(values, self._leaves)
+        return self._fill_trained(values, self._leaves)
 
     def with_zeros(self, grads: list[Any]) -> Any:
         """The gradients of all leaves. Zeros are the same on all devices, so that nothing sums them."""
-        return self._fill_in(grads, [jnp.zeros(x.shape, x.dtype) for x in self._leaves])
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in self._leaves]
+        return self._fill_trained(grads, zeros)
 
-    def _fill_in(self, values: list[Any], constants: list[Any]) -> Any:
+    def _fill_trained(self, values: list[Any], constants: list[Any]) -> Any:
         """The tree with these values for the trained leaves, in their order, and constants for the frozen ones."""
-        next_value = iter(values)
-        leaves = []
-        for is_trained, constant in zip(self._flags, constants, strict=True):
-            if is_trained:
-                leaves.append(next(next_value))
-            else:
-                leaves.append(constant)
+        leaves = list(constants)
+        places = [place for place, is_trained in enumerate(self._flags) if is_trained]
+        for place, value in zip(places, values, strict=True):
+            leaves[place] = value
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _flags_of(tree: Any, trained: Any) -> list[bool]:
+def _repeat_flags(tree: Any, trained: Any) -> list[bool]:
     """For each leaf of the tree whether it is trained."""
 
     def repeat(flag: bool, subtree: Any) -> Any:

@@ -19,6 +19,7 @@ from shardkit._arguments.checks import name_axes
 from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives import axis_index, broadcast, vary
 from shardkit.collectives.axes import vary_like
+from shardkit.on_device.carries import widen_carry
 from shardkit.on_device.gradient import cotangent_of
 from shardkit.on_device.handles import call_sealed, is_handle, replace_parts, strip_handles
 from shardkit.on_device.loss_results import loss_and_aux, refuse_rounded_totals
@@ -119,7 +120,10 @@ class Pieces:
         varying = eval_shape(lambda x: vary(x, axes), embedded)
         if owner is not None:
             self._check_spread_embedding(embedded)
-        self.x, self._structure = jax.tree.flatten(self._find_activations(varying))
+        # The output of a stage may vary over more axes than its input, as in a stage with experts. It is the input of
+        # the next stage, and all stages are one program: so the activations vary over these axes from the first on.
+        activations = eval_shape(partial(widen_carry, self._eval_stage), varying)
+        self.x, self._structure = jax.tree.flatten(activations)
         self.differentiable = LeafPartition([is_differentiable(x) for x in self.x])
         self.embed = Piece(self._embed, shared, self._common)
         self.stage = Piece(self._run_stage, args, self.x)
@@ -133,30 +137,10 @@ class Pieces:
                     "or sum the parts."
                 )
 
-    def _find_activations(self, embedded: Any) -> Any:
-        """Shapes and types that a stage takes and returns, from those of the embedding.
-
-        The output of a stage may vary over more axes than its input, as in a stage with experts. It is the input of the
-        next stage, and all stages are one program: so the input is typed as varying over these axes from the first
-        stage on.
-
-        Worked example: the embedding varies over "pipe", and the stage's output over "pipe" and "expert". Given an
-        input of this type, the stage returns the same type: it is the type of all activations.
-        """
-        activations = embedded
-        while True:
-            out = self._eval_stage(activations)
-            self._check_kinds(activations, out)
-            widened = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), activations, out)
-            if list(map(varying_axes, jax.tree.leaves(widened))) == list(
-                map(varying_axes, jax.tree.leaves(activations))
-            ):
-                return widened
-            activations = widened
-
     def _eval_stage(self, activations: Any) -> Any:
+        """Shapes and types of what a stage returns, which the next stage takes."""
         try:
-            return eval_shape(self._call_stage, self._args, activations)
+            out = eval_shape(self._call_stage, self._args, activations)
         except Exception as error:
             layers = self._args.layers
             if not is_list_of_layers(layers):
@@ -166,6 +150,8 @@ class Pieces:
                 f"a list of {len(layers)}. Stack them once, before init, with jax.tree.map(lambda *leaves: "
                 "jnp.stack(leaves), *layers)."
             ) from error
+        self._check_kinds(activations, out)
+        return out
 
     def _check_kinds(self, x: Any, y: Any) -> None:
         """Refuses a stage whose output has other shapes or dtypes than the input of the next stage."""
@@ -278,7 +264,7 @@ class Pieces:
                 layers = (layers, numbers)
             return self._model.stage(layers, x, keys)
 
-        return call_sealed(call, layers, at=self._model.stack)
+        return call_sealed(call, layers, at=(self._model.stack,))
 
     # ---- the embedding and its backward pass
 

@@ -71,8 +71,8 @@ TPU = Habits(
     # Moves rows to their places, back, and sums them with their gates in fusions of their own, some in float32. Compute
     # of models with experts: 0.046, without 0.197. The records with experts are of TPUs.
     routing=28,
-    # Sums gradients of bfloat16 compute in bfloat16, before the cast that the step has in front of its sum. Step of TPUs
-    # without fsdp: 0.023, without 0.059.
+    # Sums gradients of bfloat16 compute in bfloat16, before the cast that the step has in front of its sum. Step of
+    # layouts without fsdp: 0.023, without 0.059.
     gradient_sum=2,
     # Runs a reduce_scatter over all three dims of a v5p as an all_reduce. Step on v5p: 0.034, without 0.052.
     scatter=2,
@@ -92,8 +92,8 @@ GPU = Habits(
     # Reads the gradient of the weights, copies those that were saved, and writes, casts and reads the scores' gradient.
     # Compute on GPUs: 0.020, without 0.105.
     score_pass_backward=14,
-    # Writes the gradients of matrices in float32 and copies them into the layout of the scatter. Compute on GPUs: 0.020,
-    # without 0.076.
+    # Writes the gradients of matrices in float32 and copies them into the layout of the scatter. Compute on GPUs:
+    # 0.020, without 0.076.
     weight_gradient=10,
     # Reads what it saves once more: a TPU writes it into the stack where it makes it. Compute on GPUs: 0.020, without
     # 0.029.
@@ -102,8 +102,8 @@ GPU = Habits(
     gradient_sum=4,
     scatter=1,
     # Every collective starts as early and ends as late as its operands allow. Of a layer's compute nearly half stands
-    # between: the first matmul waits for the first gather, and the last scatter for the last matmul. Step on GPUs: 0.032,
-    # without 0.190.
+    # between: the first matmul waits for the first gather, and the last scatter for the last matmul. Step on GPUs:
+    # 0.032, without 0.190.
     overlap=Overlap(gathers=True, scatters=True, compute=0.45, sums=True),
 )
 # What the compilers of single chips do otherwise. Step on v5e: 0.039, without 0.063.

@@ -48,22 +48,26 @@ def make_plan_table(plan: str, leaves: Iterable[LeafRow], mesh: Mesh) -> PlanTab
         # With the partitioner's axes, unlike `layout.rest`: the bytes are those of one device.
         rest = leaf.layout.at_rest().spec
         update = leaf.layout.in_update().spec
-        rest_bytes = _bytes(stored, rest, mesh, leaf.leaf)
-        update_bytes = _bytes(stored, update, mesh, leaf.leaf)
+        rest_bytes = _count_bytes(stored, rest, mesh, leaf.leaf)
+        update_bytes = _count_bytes(stored, update, mesh, leaf.leaf)
         rest_total += rest_bytes
         update_total += update_bytes
-        cells = [leaf.path, str(list(shape)), _spec_text(rest), f"{rest_bytes:,}"]
-        cells += [_spec_text(update), f"{update_bytes:,}", "; ".join(_reasons(leaf, stored, update, mesh))]
+        reasons = "; ".join(_list_reasons(leaf, stored, update, mesh))
+        cells = [leaf.path, str(list(shape)), _describe_spec(rest), f"{rest_bytes:,}"]
+        cells += [_describe_spec(update), f"{update_bytes:,}", reasons]
         rows.append(tuple(cells))
     total = f"{plan}: {rest_total:,} bytes per device at rest, {update_total:,} per gradient or optimizer moment"
     return PlanTable(("leaf", "shape", "at rest", "bytes/device", "update", "bytes/device", "why"), rows, total)
 
 
-def _reasons(leaf: LeafRow, stored: tuple[int, ...], update: PartitionSpec, mesh: Mesh) -> list[str]:
+def _list_reasons(leaf: LeafRow, stored: tuple[int, ...], update: PartitionSpec, mesh: Mesh) -> list[str]:
     """What each strategy does with a leaf, the partitioner's splits, and the algorithms of sums, in words."""
     padded = padded_shape(stored, update, mesh)
     paddings = {dim: f", padded from {size} to {padded[dim]}" for dim, size in leaf.layout.padded}
-    staged = any(strategy.stages is not None and isinstance(split, Split) for strategy, split in leaf.decisions)
+    staged = False
+    for strategy, split in leaf.decisions:
+        if strategy.stages is not None and isinstance(split, Split):
+            staged = True
     reasons = []
     for strategy, split in leaf.decisions:
         if isinstance(split, str):
@@ -106,12 +110,15 @@ def _describe_algorithms(split: Split) -> str:
     return words
 
 
-def _spec_text(spec: PartitionSpec) -> str:
+def _describe_spec(spec: PartitionSpec) -> str:
     return str(tuple(spec)) if tuple(spec) else "whole"
 
 
-def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:
-    return math.prod(local_shape(padded_shape(shape, spec, mesh), spec, mesh)) * jnp.result_type(x).itemsize
+def _count_bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:
+    """The bytes of a leaf on one device."""
+    padded = padded_shape(shape, spec, mesh)
+    elements = math.prod(local_shape(padded, spec, mesh))
+    return elements * jnp.result_type(x).itemsize
 
 
 def mesh_of(params: Any) -> Any:

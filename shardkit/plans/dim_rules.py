@@ -175,7 +175,8 @@ def choose_in_subtree(subtree: str, stack: str) -> ChooseDim:
         # In "layers.experts.up" dim 0 counts layers, and dim 1 the experts of a layer. In "layers.3.experts.up" the
         # stack is a list: this is a leaf of layer 3, and dim 0 counts its experts.
         from_stack = ".".join(names[outer.index(stack) :])
-        return 1 if is_stacked(from_stack, (stack,)) else 0
+        counts_layers = is_stacked(from_stack, (stack,))
+        return 1 if counts_layers else 0
 
     return choose
 

@@ -33,12 +33,12 @@ def manual_axes(where: str, manual: Any, plan: Any, mesh: Any) -> tuple[str, ...
                 f"{where}: manual must name axes of the mesh; got {axis!r}; its axes are "
                 f"{format_sizes(mesh.shape.items())}. Use some of them, or leave manual out, which means all."
             )
-    missing = [axis for axis in plan.axes if axis not in axes]
-    if missing:
-        raise ValueError(
-            f"{where}: manual must name every axis of the plan; got {quote(axes)} for {plan}. Add {missing[0]!r} to "
-            "manual, or leave it out of the plan, so that the partitioner splits arrays over it."
-        )
+    for axis in plan.axes:
+        if axis not in axes:
+            raise ValueError(
+                f"{where}: manual must name every axis of the plan; got {quote(axes)} for {plan}. Add {axis!r} to "
+                "manual, or leave it out of the plan, so that the partitioner splits arrays over it."
+            )
     return axes
 
 
@@ -76,7 +76,7 @@ class JitByLayouts:
         self._params_of = params_of
         self._built: dict[Any, Any] = {}
 
-    def _function_for(self, first: Any) -> Any:
+    def _find_function(self, first: Any) -> Any:
         structure = jax.tree.structure(first)
         # A state with another tree, as one with residuals, has layouts of its own.
         if structure not in self._built:
@@ -86,10 +86,10 @@ class JitByLayouts:
         return self._built[structure]
 
     def __call__(self, first: Any, *args: Any) -> Any:
-        return self._function_for(first)(first, *args)
+        return self._find_function(first)(first, *args)
 
     def trace(self, first: Any, *args: Any) -> Any:
-        return self._function_for(first).trace(first, *args)
+        return self._find_function(first).trace(first, *args)
 
     def lower(self, first: Any, *args: Any) -> Any:
-        return self._function_for(first).lower(first, *args)
+        return self._find_function(first).lower(first, *args)

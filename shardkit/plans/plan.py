@@ -8,8 +8,7 @@ so a new strategy is a new file with a placement rule.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,11 +20,21 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._arguments.checks import Axis, at_least, axis_names, dim_of, format_sizes, quote
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
+from shardkit.meshes.layout import count_devices, local_shape, path_name, split_dims
 from shardkit.plans.describe import LeafRow, PlanTable, make_plan_table, mesh_of
 from shardkit.plans.dim_rules import axes_of_rules, is_in_subtrees
 from shardkit.plans.manual import manual_axes, record_automatic_splits
-from shardkit.plans.splits import Leaf, LeafLayout, Split, Strategy, align_times, check_feedback, is_layout, map_layouts
+from shardkit.plans.splits import (
+    Leaf,
+    LeafLayout,
+    Split,
+    Strategy,
+    align_times,
+    check_feedback,
+    is_layout,
+    make_spec,
+    map_layouts,
+)
 from shardkit.plans.storage import is_padded, padded_shape, padding, stored_shape
 
 
@@ -46,33 +55,23 @@ class Plan(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis the plan uses."""
-        axes: list[str] = []
-        for strategy in self.strategies:
-            axes += strategy.axes
-        return tuple(axes)
+        return _list_axes(self.strategies)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the batch."""
-        axes: list[str] = []
-        for strategy in self.strategies:
-            if strategy.batch_dim is not None:
-                axes += strategy.axes
-        return tuple(axes)
+        return _list_axes([strategy for strategy in self.strategies if strategy.batch_dim is not None])
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
         """The mesh axes along which each device has layers of its own: the axes of pp."""
-        axes: list[str] = []
-        for strategy in self.strategies:
-            if strategy.stages is not None:
-                axes += strategy.axes
-        return tuple(axes)
+        return _list_axes([strategy for strategy in self.strategies if strategy.stages is not None])
 
     def accumulate(self) -> Plan:
         """This plan in a step of several microbatches."""
         # `_complete` reads it: a Split with `once` then waits for the end of the step.
-        return self._replace(strategies=tuple(strategy._replace(accumulated=True) for strategy in self.strategies))
+        strategies = [strategy._replace(accumulated=True) for strategy in self.strategies]
+        return self._replace(strategies=tuple(strategies))
 
     @typed
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
@@ -88,12 +87,11 @@ class Plan(NamedTuple):
         # In the mesh's order, not that of ranks, in which fsdp comes before dp: consecutive examples then go to devices
         # that are next to each other in the mesh.
         strategies.sort(key=lambda strategy: mesh.axis_names.index(strategy.axes[0]))
-        axes: dict[int, list[str]] = {}
+        axes_by_dim: dict[int, list[str]] = {}
         for strategy in strategies:
-            entry = axes.setdefault(strategy.batch_dim or 0, [])
-            entry += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
-        ndim = max(axes, default=-1) + 1
-        return canonical(PartitionSpec(*(tuple(axes.get(dim, ())) for dim in range(ndim))))
+            axes = axes_by_dim.setdefault(strategy.batch_dim or 0, [])
+            axes += [axis for axis in strategy.axes if mesh.shape[axis] > 1]
+        return make_spec(axes_by_dim)
 
     @typed
     def layouts(self, params: Arrays, mesh: Mesh) -> Any:
@@ -165,7 +163,7 @@ class Plan(NamedTuple):
         for strategy in self.strategies:
             if strategy.place is None:
                 continue
-            devices = math.prod(mesh.shape[axis] for axis in strategy.axes)
+            devices = count_devices(mesh, strategy.axes)
             answer = strategy.place(Leaf(path, shape, dtype, devices, dims, stack, automatic))
             split = self._complete(strategy, path, len(shape), answer, mesh)
             decisions.append((strategy, split))
@@ -196,12 +194,13 @@ class Plan(NamedTuple):
                 "both if the loss gets the part, else for none."
             )
         # Secondary axes are major, so that gathering over the other axes gives one contiguous part of the dim.
-        axes = (*answer.secondary, *(axis for axis in strategy.axes if axis not in answer.secondary))
+        axes = list(answer.secondary)
+        axes += [axis for axis in strategy.axes if axis not in answer.secondary]
         if answer.gather != "never":  # over one device nothing is gathered, nor does the batch vary
-            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+            axes = [axis for axis in axes if mesh.shape[axis] > 1]
         scatter = "step" if strategy.accumulated and answer.once else answer.scatter
         return answer._replace(
-            dim=dim, scatter=scatter, axes=axes, gather_by=strategy.gather, reduce_by=strategy.reduce
+            dim=dim, scatter=scatter, axes=tuple(axes), gather_by=strategy.gather, reduce_by=strategy.reduce
         )
 
     @typed
@@ -323,6 +322,13 @@ class Placement:
             if len(layout.seen):
                 return path_name(path)
         return ""
+
+
+def _list_axes(strategies: Sequence[Strategy]) -> tuple[str, ...]:
+    axes: list[str] = []
+    for strategy in strategies:
+        axes += strategy.axes
+    return tuple(axes)
 
 
 def _split_shape(shape: tuple[int, ...], split: Split, mesh: Mesh) -> tuple[int, ...]:

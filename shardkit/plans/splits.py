@@ -19,8 +19,7 @@ nothing.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -128,10 +127,13 @@ class Split(NamedTuple):
         """The split as cuts: over its secondary axes by the plain algorithms, then over the other axes by its own."""
         near_axes = tuple(axis for axis in self.axes if axis in self.secondary)
         far_axes = tuple(axis for axis in self.axes if axis not in self.secondary)
-        keep = self.gather == "layer" and bool(near_axes)
-        near = Cut(self.dim, near_axes)
-        far = Cut(self.dim, far_axes, self.gather_by, self.reduce_by, keep)
-        return tuple(cut for cut in (near, far) if cut.axes)
+        cuts = []
+        if near_axes:
+            cuts.append(Cut(self.dim, near_axes))
+        if far_axes:
+            keep = self.gather == "layer" and bool(near_axes)
+            cuts.append(Cut(self.dim, far_axes, self.gather_by, self.reduce_by, keep))
+        return tuple(cuts)
 
 
 class LeafLayout(NamedTuple):
@@ -159,12 +161,12 @@ class LeafLayout(NamedTuple):
     @property
     def rest(self) -> PartitionSpec:
         """The layout in the state."""
-        return _merge_splits(split for split in self.splits if split.gather != "update")
+        return _merge_splits([split for split in self.splits if split.gather != "update"])
 
     @property
     def seen(self) -> PartitionSpec:
         """The layout in the loss."""
-        return _merge_splits(split for split in self.splits if split.gather == "never")
+        return _merge_splits([split for split in self.splits if split.gather == "never"])
 
     @property
     def update(self) -> PartitionSpec:
@@ -174,7 +176,7 @@ class LeafLayout(NamedTuple):
     @property
     def grad(self) -> PartitionSpec:
         """The layout of the gradient when it leaves the GradFn."""
-        return _merge_splits(split for split in self.splits if split.scatter != "step")
+        return _merge_splits([split for split in self.splits if split.scatter != "step"])
 
     @property
     def lazy(self) -> bool:
@@ -234,7 +236,9 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
         ValueError: names the leaf, the algorithm and what to pass.
     """
     times = {"layer": "layer by layer", "microbatch": "in each microbatch"}
+    algorithms = []
     for split in layout.splits:
+        algorithms.append(split.reduce_by)
         # A residual is added once per step. In each microbatch it would be added as often as there are microbatches.
         if split.reduce_by.feedback and split.scatter in times:
             raise ValueError(
@@ -242,12 +246,10 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
                 f"{path} is reduced {times[split.scatter]} over {name_axes(split.axes)}. Use it in dp, or in zero1 or "
                 "fsdp without layerwise, or leave out feedback=True."
             )
-    if not layout.rows:
-        return
-    algorithms = [split.reduce_by for split in layout.splits]
-    algorithms += [algorithm for _, algorithm in layout.sums]
+    for _, algorithm in layout.sums:
+        algorithms.append(algorithm)
     for algorithm in algorithms:
-        if algorithm.feedback:
+        if algorithm.feedback and layout.rows:
             raise ValueError(
                 f"{algorithm}: a leaf must be stored in its original order; leaf {path} is stored in the order of "
                 "pipeline stages. Use a schedule with one chunk on each stage and stages of equal length, or leave out "
@@ -257,29 +259,42 @@ def check_feedback(path: str, layout: LeafLayout) -> None:
 
 def _add_cut(cuts: list[Cut], cut: Cut) -> None:
     """Appends a cut, or adds its axes to the last cut of its dim if the two cuts differ only in their axes."""
-    same_dim = [number for number, earlier in enumerate(cuts) if earlier.dim == cut.dim]
-    if same_dim:
-        last = cuts[same_dim[-1]]
+    for number in reversed(range(len(cuts))):
+        last = cuts[number]
+        if last.dim != cut.dim:
+            continue
         # One collective over both axes in place of two: it sends as many bytes, and devices wait once.
         if last._replace(axes=cut.axes) == cut:
-            cuts[same_dim[-1]] = last._replace(axes=last.axes + cut.axes)
+            cuts[number] = last._replace(axes=last.axes + cut.axes)
             return
+        break
     cuts.append(cut)
+
+
+def make_spec(axes_by_dim: Mapping[int, Sequence[str]]) -> PartitionSpec:
+    """The spec of a leaf whose dims are split over these axes; dims that are left out are whole.
+
+    Of {2: ("data",), 0: ("model", "fsdp")}: P(("model", "fsdp"), None, "data").
+    """
+    ndim = max(axes_by_dim, default=-1) + 1
+    entries = [tuple(axes_by_dim.get(dim, ())) for dim in range(ndim)]
+    return canonical(PartitionSpec(*entries))
 
 
 def _merge_splits(splits: Iterable[Split]) -> PartitionSpec:
     """The spec of splits: if several splits have one dim, the axes of the first are major."""
-    axes: dict[int, tuple[str, ...]] = {}
+    axes_by_dim: dict[int, tuple[str, ...]] = {}
     for split in splits:
-        axes[split.dim] = axes.get(split.dim, ()) + split.axes
-    ndim = max(axes, default=-1) + 1
-    return canonical(PartitionSpec(*(axes.get(dim, ()) for dim in range(ndim))))
+        axes_by_dim[split.dim] = axes_by_dim.get(split.dim, ()) + split.axes
+    return make_spec(axes_by_dim)
 
 
 def _join_specs(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
     """The spec of a leaf whose dims are split by `major`, and the parts by `minor`."""
-    entries = itertools.zip_longest(spec_axes(major), spec_axes(minor), fillvalue=())
-    return canonical(PartitionSpec(*(first + second for first, second in entries)))
+    axes_by_dim = dict(enumerate(spec_axes(major)))
+    for dim, axes in enumerate(spec_axes(minor)):
+        axes_by_dim[dim] = axes_by_dim.get(dim, ()) + axes
+    return make_spec(axes_by_dim)
 
 
 def align_times(splits: Iterable[Split]) -> tuple[Split, ...]:

@@ -17,7 +17,6 @@ of the second. With D = 7 split over 2 devices as well, it is stored as [6, 8], 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad_from_axis
-from shardkit.meshes.layout import by_path, path_name, spec_axes
+from shardkit.meshes.layout import by_path, count_devices, path_name, spec_axes
 from shardkit.plans.axis_types import apply_on_auto_axes
 
 Sizes = tuple[tuple[int, int], ...]
@@ -68,7 +67,10 @@ class Padded:
         if self.rows:
             # Rows of padding are no layers.
             sizes[0] = len(self.rows) - self.rows.count(-1)
-        return tuple(sizes.get(dim, size) for dim, size in enumerate(self.array.shape))
+        shape = list(self.array.shape)
+        for dim, size in sizes.items():
+            shape[dim] = size
+        return tuple(shape)
 
     @property
     def dtype(self) -> Any:
@@ -92,7 +94,11 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     Raises:
         ValueError: two leaves at one path.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_padded(x) or isinstance(x, PartitionSpec))
+
+    def is_leaf(x: Any) -> bool:
+        return is_padded(x) or isinstance(x, PartitionSpec)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return {path: stored_array(leaf) for path, leaf in by_path("parameters", leaves).items()}
 
 
@@ -101,7 +107,9 @@ def replace_arrays(tree: Any, named: dict[str, Any]) -> Any:
 
     def replace_array(path: Any, leaf: Any) -> Any:
         array = named[path_name(path)]
-        return replace(leaf, array=array) if is_padded(leaf) else array
+        if is_padded(leaf):
+            return replace(leaf, array=array)
+        return array
 
     return jax.tree_util.tree_map_with_path(replace_array, tree, is_leaf=is_padded)
 
@@ -171,7 +179,7 @@ def _restore_array(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -
     # A stable sort of (0, 2, 1, -1) puts the rows of padding first: [3, 0, 2, 1]. Behind them is the inverse.
     zeros = rows.count(-1)
     inverse = np.argsort(rows, kind="stable")[zeros:]
-    return _rows(array, tuple(inverse.tolist()), zeros > 0)
+    return _take_rows(array, tuple(inverse.tolist()), zeros > 0)
 
 
 def pad_to(x: Any, shape: Sequence[int]) -> jax.Array:
@@ -188,7 +196,7 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
     def pad(form: Storage, x: Any) -> Any:
         # Rows first, then padding: `spec` is that of the stored rows.
         if _must_reorder(form.rows, in_order):
-            x = _rows(x, form.rows, -1 in form.rows)
+            x = _take_rows(x, form.rows, -1 in form.rows)
         sizes = padding(x.shape, form.spec, mesh)
         if sizes:
             x = pad_to(x, padded_shape(x.shape, form.spec, mesh))
@@ -198,7 +206,7 @@ def pad_leaves(tree: Any, storage: Any, mesh: Mesh, *, in_order: bool = True) ->
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
+def _take_rows(x: Any, rows: Rows, uneven: bool) -> Any:
     """The rows of these indices, with zeros for indices below 0: by one gather, or for uneven stages as slices.
 
     A gather sends least, but XLA's partitioner fails with an internal error if the number of rows changes and two
@@ -227,7 +235,8 @@ def _find_runs(rows: Rows) -> list[tuple[int, int]]:
         continues = number > 0 and row > 0 and row == rows[number - 1] + 1  # row 0 does not continue a -1
         if not continues:
             starts.append(number)
-    return list(itertools.pairwise([*starts, len(rows)]))
+    stops = [*starts[1:], len(rows)]
+    return list(zip(starts, stops, strict=True))
 
 
 def check_storage(where: str, tree: Any, storage: Any, mesh: Mesh) -> None:
@@ -239,7 +248,9 @@ def check_storage(where: str, tree: Any, storage: Any, mesh: Mesh) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     for (path, x), form in zip(leaves, jax.tree.leaves(storage), strict=True):
         sizes = padding(stored_shape(x.shape, form.rows), form.spec, mesh)
-        actual = (x.sizes, x.rows) if is_padded(x) else ((), ())
+        actual: tuple[Sizes, Rows] = ((), ())
+        if is_padded(x):
+            actual = (x.sizes, x.rows)
         # A stack in the order of another plan's stages may have the right shape: its layers would run in the wrong
         # order, and nothing would say so.
         if actual != (sizes, form.rows):
@@ -262,7 +273,9 @@ def _describe_form(sizes: Sizes, rows: Rows) -> str:
 
 def stored_shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
     """The shape of a leaf with its rows as they are stored."""
-    return (len(rows), *shape[1:]) if rows else shape
+    if not rows:
+        return shape
+    return (len(rows), *shape[1:])
 
 
 def _must_reorder(rows: Rows, in_order: bool) -> bool:
@@ -281,6 +294,6 @@ def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tup
     # A leaf 6x4 under P("fsdp") of 4 devices is stored as 8x4: 2 rows on each, of which the last device's are padding.
     padded = list(shape)
     for dim, axes in enumerate(spec_axes(spec)):
-        devices = math.prod(mesh.shape[axis] for axis in axes)
+        devices = count_devices(mesh, axes)
         padded[dim] = math.ceil(shape[dim] / devices) * devices
     return tuple(padded)

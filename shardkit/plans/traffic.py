@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
-from shardkit.meshes.layout import all_axes, local_shape, path_name
+from shardkit.meshes.layout import all_axes, count_devices, local_shape, path_name
 from shardkit.plans.dim_rules import is_stacked
 from shardkit.plans.plan import Plan
 from shardkit.plans.splits import Cuts, LeafLayout, is_layout, separate_kept_cuts
@@ -121,7 +121,7 @@ class _Counter:
         self.layerwise_names: tuple[str, ...] = ()
         for strategy in plan.strategies:
             self.layerwise_names += strategy.names
-        self.batch_spec = plan.batch_spec(mesh)
+        self.batch_axes = all_axes(plan.batch_spec(mesh))
         # The numbers of elements that are summed in one all_reduce: gradients that are summed over the same axes by the
         # same algorithm, and vary over the same axes, are sent together.
         self.sums: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
@@ -144,7 +144,8 @@ class _Counter:
         gathered = self.traffic.gathered
         opened = self.traffic.opened
         gathered_first = layout.cuts(gather=("step",))
-        self._add_gathers(gathered, gathered_first, self._local_shape(original, layout.rest), compute)
+        at_rest = self._local_shape(original, layout.rest)
+        self._add_gathers(gathered, gathered_first, at_rest, compute)
         # What a handle holds in the loss: whole over the axes that are gathered once per step, still a part over those
         # of the layer.
         closed_splits = tuple(split for split in layout.splits if split.gather in ("never", "layer"))
@@ -155,10 +156,12 @@ class _Counter:
         # forward pass, and in the backward pass again; a leaf that is opened before the loss stays whole between them.
         shape = self._add_gathers(opened, kept_cuts, shape, compute, self.accumulate, by_layer)
         gathers = 1 if layout.opened_before_loss else _GATHERS
-        self._add_gathers(opened, regathered_cuts, shape, compute, self.accumulate * gathers, by_layer)
+        times = self.accumulate * gathers
+        self._add_gathers(opened, regathered_cuts, shape, compute, times, by_layer)
         if self.prefetched and by_layer:
             # The backward pass begins with the last layer, which the forward pass has just gathered: one layer less.
-            self._add_gathers(opened, regathered_cuts, (1, *shape[1:]), compute, -self.accumulate, by_layer)
+            last_layer = (1, *shape[1:])
+            self._add_gathers(opened, regathered_cuts, last_layer, compute, -self.accumulate, by_layer)
         gathered_last = layout.cuts(gather=("update",))
         updated = self._local_shape(original, layout.update)
         self._add_gathers(gathered, gathered_last, updated, self.value_bytes.param)
@@ -175,12 +178,13 @@ class _Counter:
         # A gradient differs along the axes of the batch, and along those where a strategy says so. Over the axes of the
         # update the scatters above have summed it.
         update_axes = all_axes(layout.update)
-        varying = frozenset(all_axes(self.batch_spec) | set(layout.varies) | update_axes)
+        varying = frozenset(self.batch_axes | set(layout.varies) | update_axes)
         unreduced = sorted(varying - update_axes)
         # An algorithm takes its own axes; what is left is summed plainly, in one collective over all of it.
         for axes, algorithm in layout.sums:
-            self._collect_sum([axis for axis in axes if axis in unreduced], algorithm, varying, shape)
-            unreduced = [axis for axis in unreduced if axis not in axes]
+            summed_axes = [axis for axis in axes if axis in unreduced]
+            self._collect_sum(summed_axes, algorithm, varying, shape)
+            unreduced = [axis for axis in unreduced if axis not in summed_axes]
         self._collect_sum(unreduced, PLAIN, varying, shape)
 
     def _collect_sum(
@@ -236,12 +240,9 @@ class _Counter:
     ) -> tuple[int, ...]:
         """Adds gathers, the last cut first; returns the shape after them."""
         for cut in reversed(cuts):
-            # A stack [4 layers, 8, 6] is opened by four messages of 48 elements: by some algorithms a message is padded
-            # or scaled by itself, and the bytes of one large message would be others.
-            messages = shape[0] if by_layer else 1
-            elements = [math.prod(shape) // max(messages, 1)]
-            self._add(part, cut.gather_by, "all_gather", elements, itemsize, cut.axes, times * messages)
-            shape = _scale_dim(shape, cut.dim, self._count_devices(cut.axes), 1)
+            messages, elements = _split_into_messages(shape, by_layer)
+            self._add(part, cut.gather_by, "all_gather", [elements], itemsize, cut.axes, times * messages)
+            shape = _scale_dim(shape, cut.dim, count_devices(self.mesh, cut.axes), 1)
         return shape
 
     def _add_scatters(
@@ -253,16 +254,15 @@ class _Counter:
             devices = 1
             for cut in cuts:
                 if cut.dim == dim:
-                    devices *= self._count_devices(cut.axes)
+                    devices *= count_devices(self.mesh, cut.axes)
             padded_rows = -(-shape[dim] // devices) * devices
             shape = _scale_dim(shape, dim, padded_rows, shape[dim])
         reduced = self.traffic.reduced
         itemsize = self.value_bytes.reduce
         for cut in cuts:
-            messages = shape[0] if by_layer else 1
-            elements = [math.prod(shape) // max(messages, 1)]
-            self._add(reduced, cut.reduce_by, "reduce_scatter", elements, itemsize, cut.axes, times * messages)
-            shape = _scale_dim(shape, cut.dim, 1, self._count_devices(cut.axes))
+            messages, elements = _split_into_messages(shape, by_layer)
+            self._add(reduced, cut.reduce_by, "reduce_scatter", [elements], itemsize, cut.axes, times * messages)
+            shape = _scale_dim(shape, cut.dim, 1, count_devices(self.mesh, cut.axes))
         return shape
 
     def _add_groups(self, layout: LeafLayout, shape: tuple[int, ...], groups: int) -> None:
@@ -275,20 +275,31 @@ class _Counter:
         groups, which it adds to one partial sum. A quarter of the leaf is 12 elements, shared by the 2 devices along
         "data": a piece has 6. The all_to_all sends 8 pieces, 48 elements, and the all_gather over "data" one piece.
         """
-        axes = all_axes(self.batch_spec)
+        axes = self.batch_axes
         split_axes = axes & all_axes(layout.update)
-        devices = self._count_devices(axes)
-        pieces = self._count_devices(axes - split_axes)
+        shared_axes = axes - split_axes
+        devices = count_devices(self.mesh, axes)
         local_groups = groups // devices
-        piece = -(-math.prod(shape) // self._count_devices(split_axes) // pieces)
+        part = math.prod(shape) // count_devices(self.mesh, split_axes)
+        piece = -(-part // count_devices(self.mesh, shared_axes))  # rounded up
         # Of 12 groups 4 add up pairwise to one sum, and 3 such sums are sent: 12 & -12 is 4.
         largest_power_of_two = local_groups & -local_groups
         partial_sums = local_groups // largest_power_of_two  # that a device sends
-        self._add(self.traffic.reduced, PLAIN, "all_to_all", [piece * devices * partial_sums], 4, axes)
-        self._add(self.traffic.reduced, PLAIN, "all_gather", [piece], 4, axes - split_axes)
+        elements = piece * devices * partial_sums
+        self._add(self.traffic.reduced, PLAIN, "all_to_all", [elements], 4, axes)
+        self._add(self.traffic.reduced, PLAIN, "all_gather", [piece], 4, shared_axes)
 
-    def _count_devices(self, axes: Collection[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+def _split_into_messages(shape: tuple[int, ...], by_layer: bool) -> tuple[int, int]:
+    """How many messages send an array, and the elements of each.
+
+    A stack [4 layers, 8, 6] is opened by four messages of 48 elements: by some algorithms a message is padded or scaled
+    by itself, and the bytes of one large message would be others.
+    """
+    messages = 1
+    if by_layer:
+        messages = shape[0]
+    return messages, math.prod(shape) // max(messages, 1)
 
 
 def _scale_dim(shape: tuple[int, ...], dim: int, times: int, divisor: int) -> tuple[int, ...]:

@@ -31,10 +31,10 @@ from jax.tree_util import tree_leaves_with_path
 
 from shardkit._arguments.checks import name_axes
 from shardkit._arguments.typed import Arrays, typed
-from shardkit._jax.compat import eval_shape, varying_axes
-from shardkit.collectives.axes import vary_like
+from shardkit._jax.compat import eval_shape
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.batch import split_microbatches
+from shardkit.on_device.carries import widen_carry
 from shardkit.on_device.handles import is_handle, open_handles, strip_handles, unseal_handles
 from shardkit.on_device.means import describe_type
 from shardkit.remat.recompute import POLICIES, LeafPartition, Remat, checkpoint_if_asked, find_policy_if_asked
@@ -181,7 +181,8 @@ def scan_layers(
     stacked = unseal_handles(stacked)
     _check_stack(stacked)
     layers = _count_layers(stacked)
-    x = _widen_carry(layer_fn, stacked, x)
+    # The first trace shows too whether the layers are a stack, and whether a layer returns what the next one takes.
+    x = widen_carry(partial(_eval_layer, layer_fn, stacked), x)
     _check_microbatches(x, microbatches)
     has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
     if microbatches == 1 and not has_handles:
@@ -214,22 +215,11 @@ def _scan(layer: LayerFn, stacked: Any, x: Any) -> Any:
     return x
 
 
-def _widen_carry(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
-    """The activations, marked as varying over the axes over which those after a layer vary: a scan has one type.
-
-    Worked example: a layer (a, b) -> (a * w, a + b), whose w alone varies over "data". After the first layer a varies
-    too, and b after the second: the layer is traced with the wider types until it returns what it takes. The first
-    trace shows too whether the layers are a stack, and whether a layer returns what the next one takes.
-    """
-    while True:
-        after = _trace_first_layer(layer_fn, stacked, x)
-        _check_carried(x, after)
-        widened = jax.tree.map(vary_like, x, after)
-        # Of leaves: two trees are equal only if their classes say so.
-        axes_before = [varying_axes(leaf) for leaf in jax.tree.leaves(x)]
-        if [varying_axes(leaf) for leaf in jax.tree.leaves(widened)] == axes_before:
-            return widened
-        x = widened
+def _eval_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
+    """Shapes and types of the activations after a layer, which the next layer takes."""
+    after = _trace_first_layer(layer_fn, stacked, x)
+    _check_carried(x, after)
+    return after
 
 
 def _check_stack(stacked: Any) -> None:

@@ -76,6 +76,13 @@ def scanned(params, batch, keys):
     return sk.Mean.of(lax.scan(turn, jnp.zeros_like(batch["y"]), batch["x"].swapaxes(0, 1))[1])
 
 
+def square_of_a_sum(params, batch, keys):
+    x = batch["y"].T
+    shared = ((0, 1), (1, 0))  # [n, D] beside [D, n]: the result begins with n, which is dim 1 of x
+    same = lax.dot_general(jnp.ones(batch["y"].shape), x, (((), ()), shared))
+    return sk.Mean(jnp.sum(same.sum(0) ** 2), jnp.float32(len(batch["y"])))
+
+
 def noisy(params, batch, keys):
     return (sk.dropout(batch["y"], keys, 0.5) + jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys)) @ params["w"]
 
@@ -103,6 +110,9 @@ RIGHT = {
     "a solve per example": mean_of(lambda p, b, k: jnp.linalg.cholesky(b["x"] @ b["x"].mT + jnp.eye(T))),
     "a count by a loop": lambda p, b, k: sk.Mean(
         b["y"].sum() / len(b["y"]) + p["b"].sum(), lax.fori_loop(0, 3, lambda i, count: count + 1.0, 0.0)
+    ),
+    "two shared dims in another order": mean_of(  # dims 1 and 0 of the left are dims 0 and 1 of the right
+        lambda p, b, k: jnp.einsum("tnd,ntd->nt", b["x"].swapaxes(0, 1), projected(p, b)) ** 2
     ),
     "a histogram per example": mean_of(
         lambda p, b, k: jax.vmap(lambda label: jnp.zeros(D).at[label].add(1.0))(b["label"][:, None])
@@ -138,6 +148,7 @@ WRONG = {
     "puts several examples into one row": mean_of(lambda p, b, k: b["y"].reshape(-1, 2 * D).max(-1)),
     "added to a sum over them": lambda p, b, k: sk.Mean(jnp.sum(b["y"]) + jnp.sum(p["w"]), jnp.float32(len(b["y"]))),
     "combines examples with the number of examples": mean_of(lambda p, b, k: jnp.exp(b["y"] / len(b["y"]))),
+    "integer_pow is applied to a sum": square_of_a_sum,
     "gt is applied to a sum": lambda p, b, k: lax.cond(b["y"].sum() > 0, lambda: jnp.mean(b["y"]), lambda: 0.0),
     "the examples decide": mean_of(
         lambda p, b, k: lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, jnp.abs(b["y"]))

@@ -345,3 +345,24 @@ def test_the_call_of_0_1_warns_and_gives_the_same():
         programs.append(str(jax.make_jaxpr(run)(params["layers"], batch, keys)))
     assert programs[0] == programs[1]
     assert "pipeline_value_and_grad" not in sk.__all__
+
+
+# Alone catches a name of one letter: `at=` has the paths of the arguments, and a text is taken for its letters.
+def test_a_lazy_leaf_of_a_stage_is_named_by_its_path():
+    mesh = sk.make_mesh(jax.devices()[:4], stage=2, fsdp=2)
+    plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", layerwise=("layers",), min_size=1))
+
+    def embed(shared, batch, keys):
+        return batch @ shared["w"]
+
+    def stage(layers, x, keys):
+        return x @ layers["w"][0]
+
+    def head(shared, x, batch):
+        return sk.Mean.of(x**2)
+
+    grad_fn = sk.pipeline(schedules.gpipe(2, 2), "stage").value_and_grad(embed, stage, head)
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+    state = init({"w": jnp.ones((4, 4)), "layers": {"w": jnp.ones((2, 4, 4))}}, KEY)
+    with pytest.raises(TypeError, match=r"^layers\.w, which is sharded over 'fsdp', was used before it was gathered\."):
+        step(state, jnp.ones((4, 4)))

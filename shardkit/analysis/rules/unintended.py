@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from shardkit.analysis.rules.program import TracedProgram
 from shardkit.analysis.rules.rule import Finding
-from shardkit.on_device.advice import idle_axes, uncommon_losses
+from shardkit.on_device.advice import find_idle_axes, find_uncommon_losses
 
 
 def unintended(program: TracedProgram) -> Iterator[Finding]:
     """Losses divided before they are summed, penalties that count once for each device, axes that split nothing."""
     jaxpr = program.step.jaxpr
-    for advice in itertools.chain(uncommon_losses(jaxpr), idle_axes(jaxpr)):
+    for advice in itertools.chain(find_uncommon_losses(jaxpr), find_idle_axes(jaxpr)):
         yield Finding(*advice)
