@@ -120,6 +120,14 @@ def test_what_compilers_hide_by_hand():
     assert halved.exposed_seconds == pytest.approx(sent_over("data", SMALL, Layout(data=8), 1, 512) / 2 / 6e15)
 
 
+# Catches sums over expert ways that are timed as if they stayed on one device, with one link of the torus.
+def test_gradients_are_summed_along_all_dims_of_their_devices():
+    machine = Machine(cost.chip("v5p"), 0.9, 1.0, None)
+    layouts = (Layout(data=8), Layout(data=2, context=4), Layout(expert=8), Layout(data=2, fsdp=4), Layout(fsdp=8))
+    assert [machine.count_dims(layout, "data") for layout in layouts] == [3, 3, 3, 1, 1]
+    assert Machine(cost.chip("h100"), 0.9, 1.0, None).count_dims(Layout(data=8), "data") == 0
+
+
 def test_groups_that_leave_a_gpu_host_are_bound_by_its_network():
     def seconds_of(name, **ways):
         chip = cost.chips["h100"]._replace(**{name: 1.0})
