@@ -83,6 +83,23 @@ class Row(NamedTuple):
         return step, (state, {"tokens": tokens, "targets": tokens})
 
 
+# Drawn by lot from all layouts that fit, after the habits of `shardkit/planner/habits.py` were chosen.
+DRAWN = (
+    Row("h100:1x1x8", "1.5b", Layout(data=2, remat="full", context=4), 8),
+    Row("h100:1x1x8", "1.5b", Layout(fsdp=2, tensor=2, accumulate=4, remat="selective", context=2), 1, 4096),
+    Row("h100:1x1x8", "1.5b", Layout(data=4, fsdp=2, accumulate=2, remat="full")),
+    Row("h100:1x2x8", "1.5b", Layout(fsdp=8, remat="full", context=2), 2),
+    Row("h100:1x2x8", "1.5b", Layout(fsdp=2, tensor=2, remat="full", context=4), 16),
+    Row("h100:1x4x8", "8b", Layout(data=2, fsdp=4, accumulate=2, context=4), 8),
+    Row("v5e:2x4", "1.5b", Layout(fsdp=2, tensor=4, accumulate=2, remat="full"), 4),
+    Row("v5e:2x4", "1.5b", Layout(data=2, fsdp=4, remat="selective"), 1, 4096),
+    Row("v5e:4x4", "1.5b", Layout(data=2, tensor=2, remat="full", context=4), 8, 4096),
+    Row("v6e:2x4", "1.5b", Layout(fsdp=4, tensor=2, accumulate=4), 2, 4096),
+    Row("v5p:2x2x2", "8b", Layout(data=2, tensor=2, accumulate=4, remat="full", context=2), 4, 4096),
+    Row("v5p:2x2x2", "8b", Layout(data=2, tensor=4, accumulate=2, remat="selective"), 4, 4096),
+)
+
+
 def rows() -> Iterator[Row]:
     """The layouts, in the order in which they were compiled."""
     yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8), 2)
@@ -126,6 +143,7 @@ def rows() -> Iterator[Row]:
     yield Row("v5e:2x4", "1.5b kernel", Layout(fsdp=8, remat="full"), 1, 4096)
     yield Row("v5p:2x2x2", "1.5b kernel", Layout(fsdp=8), 1, 4096)
     yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=4, context=2), 1, 4096)
+    yield from DRAWN
 
 
 def compiled(row: Row) -> dict[str, Any]:
