@@ -3,7 +3,8 @@
 All else in the planner is a formula of the model, the layout and the step as it is written. Each habit is one row here,
 with its error: the mean of |log(predicted / compiled)| over the layouts of `benchmarks/planned.py` (41 of them, by jax
 0.10.2, libtpu 0.0.42.1 and jax-cuda13-plugin 0.10.2), with the habit and without it. One is kept only where the error
-without it is half as large again; a test computes that from the records.
+without it is half as large again; a test computes that from the records. Twelve more layouts, drawn by lot, were
+compiled after the habits were chosen: 10 of their 12 step times are within 10%.
 """
 
 from __future__ import annotations

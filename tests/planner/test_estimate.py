@@ -233,10 +233,11 @@ def test_predictions_beside_what_was_compiled():
     assert len(known) == len(records) >= 24
     ratios = {row.name: planned.beside(row, records[row.name]) for row in known}
     for name, ratio in ratios.items():
-        assert abs(ratio["held"] - 1) < 0.01 and abs(ratio["peak"] - 1) < 0.1, name
-        assert ratio["written"] == pytest.approx(1, abs=1e-9) and 0.8 < ratio["step"] < 1.15, name
-    close = [name for name, ratio in ratios.items() if 0.9 <= ratio["step"] <= 1.1]
-    assert len(close) >= 0.85 * len(ratios) and planned.tau(planned.pairs(records)) > 0.95
+        assert abs(ratio["held"] - 1) < 0.01 and abs(ratio["peak"] - 1) < 0.13, name
+        assert ratio["written"] == pytest.approx(1, abs=1e-9) and 0.75 < ratio["step"] < 1.15, name
+    assert sum(abs(ratio["peak"] - 1) < 0.1 for ratio in ratios.values()) >= 0.95 * len(ratios)
+    assert sum(0.9 <= ratio["step"] <= 1.1 for ratio in ratios.values()) >= 0.9 * len(ratios)
+    assert planned.tau(planned.pairs(records)) > 0.95
 
 
 def error_of(figure, rows, records):
@@ -275,7 +276,7 @@ def test_predictions_get_worse_without_a_habit_of_the_compilers(
         "GPU": lambda row: row.topology.startswith("h100"),
         "experts": lambda row: planned.MODELS[row.model].experts,
     }
-    rows = [row for row in planned.rows() if row.name in records and chosen[of](row)]
+    rows = [row for row in planned.rows() if row.name in records and row not in planned.DRAWN and chosen[of](row)]
     assert error_of(figure, rows, records) == pytest.approx(with_it, abs=1e-3)
     for module in (memory, operations, overlap):
         monkeypatch.setattr(module, "habits_of", lambda chip: habits_of(chip)._replace(**{habit: neutral}))
