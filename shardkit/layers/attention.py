@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
-from shardkit._jax.pallas import uses_tpu_kernels
+from shardkit._jax.pallas import kernel_platform
 from shardkit.collectives._sums import dot_dtype, save_as_dot
 from shardkit.layers.attention_kernel import check_kernel
 from shardkit.layers.blockwise import Form, attend
@@ -80,7 +80,7 @@ def dot_attention(
     form = Scoring(causal_by_order, window, choose_scale(q, scale))
     if kernel:
         check_kernel("dot_attention", (q, k, v), q.shape[-2], positions=positions_bt is not None, block=None)
-        if uses_tpu_kernels():
+        if kernel_platform() is not None:
             one_tile = Form((), causal, "contiguous", None, form.scale, kernel=True)
             return join_heads(attend(q, k, v, labels, one_tile))
     return join_heads(_attend(q, k, v, labels, form))

@@ -214,11 +214,17 @@ def _attend_in_ring(
             )
         form = form._replace(causal=False)
     chunk = _check_block(where, form, q_btHK.shape[1])
-    if form.kernel:
-        queries_and_keys = (q_btHK, k_btGK, v_btGK)
-        check_kernel(where, queries_and_keys, chunk, positions=has_positions(labels), block=form.block)
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
+    if form.kernel:
+        check_kernel(
+            where,
+            (q_btHK, k_btGK, v_btGK),
+            chunk,
+            positions=has_positions(labels),
+            block=form.block,
+            documents_in_ring=labels is not None and form.names != (),
+        )
     arrays = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)
     return join_heads(attend(*split_heads(*arrays), form))
 

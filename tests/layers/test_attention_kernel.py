@@ -1,6 +1,8 @@
-"""Attention by the kernel for TPUs that jax ships: its numbers in an interpreter, its program by the TPU's compiler."""
+"""Attention by the kernels that jax ships: their numbers in an interpreter, their programs by the chips' compilers."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import backends
-from shardkit._jax.pallas import interpreting, writing_kernels_out
+from shardkit._jax.pallas import KernelCost, cost_scope, find_cost, interpreting, writing_kernels_out
 from shardkit.layers import dot_attention, ring_attention, ulysses_attention, zigzag
-from shardkit.layers.attention_kernel import choose_block, count_costs
-from shardkit.layers.tiles import count_tiles
+from shardkit.layers.attention_kernel import count_costs
+from shardkit.layers.attention_kernel_gpu import choose_blocks
+from shardkit.layers.attention_kernel_tpu import choose_block
+from shardkit.layers.tiles import TileSizes, count_tiles
 from shardkit.models import transformer
-from support.compilers import tpu
+from support.compilers import gpu, tpu
 from support.refusals import refused
 
 N = 2
@@ -26,7 +30,7 @@ SPLIT = P(None, "c")
 def draw(tokens, dtype="float32", packed=False):
     """Two sequences; two query heads share each of two key heads; three documents, others in each sequence."""
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.normal(size=(2, tokens, heads, 8)), dtype) for heads in (4, 2, 2)]
+    arrays = [jnp.asarray(rng.normal(size=(2, tokens, heads, 16)), dtype) for heads in (4, 2, 2)]
     documents = np.sort(rng.integers(0, 3, (2, tokens)), axis=1).astype(np.int8)
     return [*arrays, jnp.asarray(documents) if packed else None]
 
@@ -37,9 +41,9 @@ def differentiate(attend, q, k, v, documents):
     return y, *backward(jnp.cos(y))
 
 
-def run_on_mesh(attend, arrays, order):
+def run_on_mesh(attend, arrays, order, devices):
     """The same on a mesh, with the tokens split; the interpreter of Pallas has no varying types."""
-    mesh = sk.make_mesh(jax.devices()[:N], c=N)
+    mesh = sk.make_mesh(jax.devices()[:devices], c=devices)
 
     def kernel(arrays):
         if order != "zigzag":
@@ -54,30 +58,56 @@ def checkpointed(q, k, v, **options):
     return jax.checkpoint(partial(dot_attention, **options))(q, k, v)
 
 
-# By name: the form, its options, documents, dtype, tokens, and the order of the tokens on a mesh. A tile of 640 tokens
-# has five blocks of 128, one of 384 three; a tile of 512 is one block.
-FORMS = {
-    "one device": (dot_attention, {"causal": True}, True, "float32", 640, None),
-    "one device, all keys": (checkpointed, {"causal": False, "scale": 0.5}, True, "float32", 640, None),
-    "zigzag ring": (ring_attention, {"axis": "c", "order": "zigzag"}, True, "float32", 1536, "zigzag"),
-    "ring of all": (ring_attention, {"axis": "c", "causal": False}, False, "float32", 768, "contiguous"),
-    "causal ring, bf16": (ring_attention, {"axis": "c"}, False, "bfloat16", 512, "contiguous"),
-    "ulysses": (ulysses_attention, {"axis": "c"}, True, "float32", 384, "contiguous"),
+class Row(NamedTuple):
+    """A form of attention, its options, and what it is called with."""
+
+    attend: Callable[..., Any]
+    options: dict[str, Any]
+    tokens: int
+    packed: bool = False  # whether there are documents
+    dtype: str = "float32"
+    order: str = ""  # of the tokens on a mesh; "": on one device
+    devices: int = N
+
+
+# A tile of 640 tokens has five blocks of 128 for TPUs, and for GPUs five or ten; one of 384 has three of 128. A tile of
+# 512 is one block for TPUs.
+ROWS = {
+    "tpu, one device": Row(dot_attention, {"causal": True}, 640, packed=True),
+    "tpu, one device, all keys": Row(checkpointed, {"causal": False, "scale": 0.5}, 640, packed=True),
+    "tpu, zigzag ring": Row(ring_attention, {"axis": "c", "order": "zigzag"}, 1536, packed=True, order="zigzag"),
+    "tpu, ring of all": Row(ring_attention, {"axis": "c", "causal": False}, 768, order="contiguous"),
+    "tpu, causal ring, bf16": Row(ring_attention, {"axis": "c"}, 512, dtype="bfloat16", order="contiguous"),
+    "tpu, ulysses": Row(ulysses_attention, {"axis": "c"}, 384, packed=True, order="contiguous"),
+    "gpu, one device": Row(dot_attention, {"causal": True}, 640, packed=True),
+    "gpu, one device, all keys": Row(checkpointed, {"causal": False, "scale": 0.5}, 640, packed=True),
+    "gpu, one device, bf16": Row(dot_attention, {"causal": True}, 384, dtype="bfloat16"),
+    "gpu, zigzag ring": Row(ring_attention, {"axis": "c", "order": "zigzag"}, 2048, order="zigzag", devices=4),
+    "gpu, zigzag on one device": Row(ring_attention, {"axis": "c", "order": "zigzag"}, 256, order="zigzag", devices=1),
+    "gpu, ring of all": Row(ring_attention, {"axis": "c", "causal": False}, 768, order="contiguous"),
+    "gpu, causal ring, bf16": Row(ring_attention, {"axis": "c"}, 512, dtype="bfloat16", order="contiguous"),
+    "gpu, ulysses": Row(ulysses_attention, {"axis": "c"}, 384, packed=True, order="contiguous"),
 }
 
 
 # What the kernel's interpreter alone tells: how blocks and tiles are joined, and what a backward pass is given.
-@pytest.mark.quick("one device", "zigzag ring", "causal ring, bf16")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.quick(
+    "tpu, one device", "tpu, zigzag ring", "tpu, causal ring, bf16", "gpu, one device", "gpu, zigzag ring"
+)
+@pytest.mark.parametrize("name", ROWS)
 def test_the_kernel_computes_what_attention_is(name):
-    attend, options, packed, dtype, tokens, order = FORMS[name]
-    arrays = draw(tokens, dtype, packed)
-    alike = {option: value for option, value in options.items() if option in ("causal", "scale")}
+    row = ROWS[name]
+    arrays = draw(row.tokens, row.dtype, row.packed)
+    alike = {option: value for option, value in row.options.items() if option in ("causal", "scale")}
     expected = differentiate(partial(dot_attention, **alike), *arrays)
-    with interpreting():
-        by_kernel = partial(attend, **options, kernel=True)
-        got = differentiate(by_kernel, *arrays) if order is None else run_on_mesh(by_kernel, arrays, order)
-    tolerance = 1e-4 if dtype == "float32" else 0.03
+    platform, _, _ = name.partition(",")
+    by_kernel = partial(row.attend, **row.options, kernel=True)
+    with interpreting(platform):
+        if row.order:
+            got = run_on_mesh(by_kernel, arrays, row.order, row.devices)
+        else:
+            got = differentiate(by_kernel, *arrays)
+    tolerance = 1e-4 if row.dtype == "float32" else 0.03
     for x, y in zip(got, expected, strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(np.asarray(x, "f"), np.asarray(y, "f"), rtol=tolerance, atol=tolerance)
