@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit.layers.attention_kernel import count_costs
-from shardkit.layers.tiles import count_tiles
+from shardkit.layers.tiles import TileSizes, count_tiles
 from shardkit.planner.habits import Habits, habits_of
 from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
@@ -102,7 +102,7 @@ def time_attention(share: Share, machine: Machine) -> float:
     ways = share.layout.context
     repeats = share.layout.remat != "none"
     if share.model.kernel:
-        return _time(_list_kernels(share, repeats), machine)
+        return _time(_list_kernels(share, machine.platform, repeats), machine)
     sizes = count_sizes(share)
     habits = habits_of(machine.chip)
     softmax = _count_softmax(sizes, share.model, habits)
@@ -116,15 +116,20 @@ def time_attention(share: Share, machine: Machine) -> float:
     return blocks * _time(operations, machine)
 
 
-def _list_kernels(share: Share, repeats: bool) -> list[OperationCost]:
+def _list_kernels(share: Share, platform: str, repeats: bool) -> list[OperationCost]:
     """The kernels of one layer's attention in a microbatch, those of each tile."""
-    heads = int(share.batch * share.model.heads / share.layout.tensor)
     tiles = count_tiles(share.layout.context)
-    tokens = share.sequence // tiles.parts
+    sizes = TileSizes(
+        heads=int(share.batch * share.model.heads / share.layout.tensor),
+        key_heads=int(share.batch * share.model.key_heads / share.layout.tensor),
+        tokens=share.sequence // tiles.parts,
+        head=share.model.head,
+        itemsize=2,
+    )
     operations = []
     for causal, count in ((True, tiles.diagonal), (False, tiles.whole)):
-        forward, of_keys, of_queries = count_costs(heads, tokens, share.model.head, itemsize=2, causal=causal)
-        kernels = [forward, of_keys, of_queries]
+        forward, *backward = count_costs(platform, sizes, causal=causal)
+        kernels = [forward, *backward]
         if repeats:
             kernels.append(forward)
         operations += [OperationCost(count * kernel.flops, count * kernel.moved) for kernel in kernels]

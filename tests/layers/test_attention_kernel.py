@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit._jax import backends
-from shardkit._jax.pallas import KernelCost, cost_scope, find_cost, interpreting, writing_kernels_out
+from shardkit._jax.pallas import cost_scope, find_cost, interpreting, writing_kernels_out
 from shardkit.layers import dot_attention, ring_attention, ulysses_attention, zigzag
 from shardkit.layers.attention_kernel import count_costs
 from shardkit.layers.attention_kernel_gpu import choose_blocks
@@ -82,7 +82,7 @@ ROWS = {
     "gpu, one device": Row(dot_attention, {"causal": True}, 640, packed=True),
     "gpu, one device, all keys": Row(checkpointed, {"causal": False, "scale": 0.5}, 640, packed=True),
     "gpu, one device, bf16": Row(dot_attention, {"causal": True}, 384, dtype="bfloat16"),
-    "gpu, zigzag ring": Row(ring_attention, {"axis": "c", "order": "zigzag"}, 2048, order="zigzag", devices=4),
+    "gpu, zigzag ring": Row(ring_attention, {"axis": "c", "order": "zigzag"}, 1024, order="zigzag", devices=4),
     "gpu, zigzag on one device": Row(ring_attention, {"axis": "c", "order": "zigzag"}, 256, order="zigzag", devices=1),
     "gpu, ring of all": Row(ring_attention, {"axis": "c", "causal": False}, 768, order="contiguous"),
     "gpu, causal ring, bf16": Row(ring_attention, {"axis": "c"}, 512, dtype="bfloat16", order="contiguous"),
@@ -128,10 +128,11 @@ def test_on_a_cpu_the_same_program_runs_as_without_the_kernel():
     assert "pallas_call" in str(by_kernel) and "pallas_call" not in str(written_out)
 
 
-def test_blocks_and_what_they_cost():
+def test_blocks_and_what_they_cost_on_tpus():
     assert [choose_block(tokens, 128, 2) for tokens in (128, 640, 768, 2048)] == [128, 128, 256, 512]
     assert choose_block(2048, 256, 4) == 256  # 512 rows of 1 KiB are half a MiB
-    forward, of_keys, of_queries = count_costs(16, 2048, 128, 2, causal=True)
+    sizes = TileSizes(heads=16, key_heads=4, tokens=2048, head=128, itemsize=2)
+    forward, of_keys, of_queries = count_costs("tpu", sizes, causal=True)
     assert forward.exps == 16 * 10 * 512**2  # ten of sixteen blocks
     assert [cost.flops for cost in (forward, of_keys, of_queries)] == [
         matmuls * 256 * forward.exps for matmuls in (2, 4, 3)
@@ -140,6 +141,22 @@ def test_blocks_and_what_they_cost():
     assert count_tiles(4) == (2, 2, 7)
     # Rows of 256 bytes: q, y, and two of 512 bytes once; k and v of each visited block.
     assert forward.moved == 16 * (2048 * (2 * 256 + 2 * 512) + 10 * 512 * 2 * 256)
+
+
+def test_blocks_and_what_they_cost_on_gpus():
+    assert choose_blocks(128, 2) == ((128, 64), (64, 32))
+    assert choose_blocks(80, 4) == ((64, 32), (32, 16))  # in blocks a head of 80 is one of 128
+    sizes = TileSizes(heads=16, key_heads=4, tokens=1024, head=128, itemsize=2)
+    forward, backward = count_costs("gpu", sizes, causal=True)
+    assert forward.exps == 16 * 36 * 128**2 and backward.exps == 2 * 16 * 136 * 64**2
+    assert forward.flops == 2 * 256 * forward.exps and backward.flops == 7 * 256 * backward.exps / 2
+    # Rows of 256 bytes, of which keys have a quarter; one number of each query, and two.
+    assert forward.moved == 1024 * (16 * (2 * 256 + 4) + 4 * 2 * 256)
+    assert backward.moved == 1024 * (16 * (5 * 256 + 8) + 4 * 2 * 256)
+    whole, _ = count_costs("gpu", sizes, causal=False)
+    assert whole.exps == 16 * 1024**2
+    name = f"jit(f)/while/body/{cost_scope(forward)}/attention"
+    assert find_cost(name) == forward and find_cost("jit(f)/attention") is None
 
 
 def test_what_the_kernel_does_not_compute():
@@ -153,11 +170,14 @@ def test_what_the_kernel_does_not_compute():
     assert "float32 or bfloat16, for the kernel; got float16, float16, float16" in refused(
         lambda: dot_attention(*(x.astype(jnp.float16) for x in (q, k, v)), kernel=True)
     )
-    assert "head size must be at most 128 or a multiple of it for the kernel; got 192" in refused(
-        lambda: dot_attention(*(jnp.zeros((1, 128, 1, 192)) for _ in range(3)), kernel=True)
-    )
+    wide = [jnp.zeros((1, 128, 1, 192))] * 3
+    with backends.tracing_for("tpu", "TPU v5 lite"):
+        message = refused(lambda: dot_attention(*wide, kernel=True))
+    assert "head size must be at most 128 or a multiple of it for the kernel; got 192" in message
     with backends.tracing_for("gpu", "NVIDIA H100 80GB HBM3"):
-        assert "must run on TPUs; got kernel=True for GPUs" in refused(lambda: dot_attention(q, k, v, kernel=True))
+        jax.eval_shape(partial(dot_attention, kernel=True), *wide)
+        message = refused(lambda: dot_attention(*(x[..., :8] for x in wide), kernel=True))
+    assert "head size must be 16 to 256 for the kernel; got 8" in message
     mesh = sk.make_mesh(jax.devices()[:N], c=N)
     ring = partial(ring_attention, axis="c", order="zigzag", kernel=True)
     for options, message in (({"block": 64}, "got block=64 and kernel=True"), ({}, "got 192")):
@@ -166,6 +186,19 @@ def test_what_the_kernel_does_not_compute():
         tokens = 512 if options else 3 * 256
         arrays = [jnp.zeros((1, tokens, heads, 8)) for heads in (2, 1, 1)]
         assert message in refused(lambda mapped=mapped, arrays=arrays: mapped(*arrays))
+    # Documents of a ring, which are others of queries than of keys; of one device they are the same.
+    documents = jnp.zeros((1, 512), jnp.int32)
+    arrays = [jnp.zeros((1, 512, heads, 16)) for heads in (2, 1, 1)]
+    for devices in (1, N):
+        mesh = sk.make_mesh(jax.devices()[:devices], c=devices)
+        packed = lambda q, k, v, documents: ring(q, k, v, segments_bt=documents)  # noqa: E731
+        mapped = jax.shard_map(packed, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
+        with backends.tracing_for("gpu", "NVIDIA H100 80GB HBM3"):
+            if devices == 1:
+                jax.eval_shape(mapped, *arrays, documents)
+            else:
+                message = refused(lambda mapped=mapped: mapped(*arrays, documents))
+    assert "must have the same documents for the kernel on GPUs" in message
 
 
 # What the TPU's compiler alone tells: that types of varying axes are accepted, what is held, sent and counted.
@@ -190,10 +223,30 @@ def test_the_program_of_a_tpu_holds_no_scores():
     assert report.compute.flops == 9 * visited * 2 * 2 * 2048 * 2048 * 128
 
 
+# What the GPU's compiler alone tells. All else is as on TPUs.
+@gpu
+def test_the_program_of_a_gpu_holds_no_scores():
+    shapes = [jax.ShapeDtypeStruct((1, 16_384, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
+    mesh = sk.abstract_mesh(c=4)
+    attend = partial(ring_attention, axis="c", order="zigzag", kernel=True)
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
+    step = jax.jit(partial(differentiate, lambda q, k, v, segments_bt: mapped(q, k, v)))
+    report = sk.aot.compile(step, (*shapes, None), topology="h100:1x1x4")
+    # The scores of one tile are 64 MiB.
+    assert report.memory.temp < 4 * 2048 * 2048 * 4
+    assert report.compute.kernels == 0
+    # Of nine tiles two are causal: of those 136 of 256 squares of 128 are computed forward, and 528 of 1,024 of 64.
+    forward = 7 + 2 * 136 / 256
+    backward = 7 + 2 * 528 / 1024
+    assert report.compute.flops == (2 * forward + 7 * backward) * 4 * 2 * 2048 * 2048 * 128
+
+
 # The types, the promotion of dtypes and the first checks of a whole step.
-@tpu
 @pytest.mark.deep
-def test_a_step_with_the_kernel_is_compiled():
+@pytest.mark.parametrize(
+    "topology", [pytest.param("v5e:2x2", marks=tpu), pytest.param("h100:1x1x4", marks=gpu)], ids=["tpu", "gpu"]
+)
+def test_a_step_with_the_kernel_is_compiled(topology):
     config = transformer.Config(vocabulary=128, layers=1, dim=256, heads=4, kv_heads=2, hidden=256)
     mesh = sk.abstract_mesh(data=2, context=2)
     plan = sk.chain(sk.dp("data"), sk.cp("context"))
@@ -201,5 +254,5 @@ def test_a_step_with_the_kernel_is_compiled():
     tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
     grad_fn = sk.value_and_grad(transformer.loss_fn(config, transformer.Axes(context="context", kernel=True)))
     init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan, precision="bf16")
-    report = sk.aot.compile(step, (init.abstract(params), {"tokens": tokens, "targets": tokens}), topology="v5e:2x2")
+    report = sk.aot.compile(step, (init.abstract(params), {"tokens": tokens, "targets": tokens}), topology=topology)
     assert report.fits and report.compute.kernels == 0
