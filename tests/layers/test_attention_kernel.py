@@ -23,6 +23,9 @@ from shardkit.models import transformer
 from support.compilers import gpu, tpu
 from support.refusals import refused
 
+# jax 0.12 says at the lowering of a kernel of Triton that its backend will be removed.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
 N = 2
 SPLIT = P(None, "c")
 
