@@ -19,7 +19,7 @@ from shardkit._jax.interpreter import JaxprInterpreter
 _FORM: Any = jax.make_user_context("")
 _PLATFORMS = ("tpu", "gpu")  # which have kernels
 _COST = "shardkit_kernel"  # `cost_scope`
-_COST_NAME = re.compile(rf"(?:^|/){_COST}_(\d+)_flops_(\d+)_exps_(\d+)_bytes(?:/|$)")
+_COST_NAME = re.compile(rf"\b{_COST}_(\d+)_flops_(\d+)_exps_(\d+)_bytes\b")
 
 
 class KernelCost(NamedTuple):
@@ -45,9 +45,12 @@ def cost_scope(cost: KernelCost) -> str:
 
 
 def find_cost(name: str) -> KernelCost | None:
-    """The cost that the name of an instruction says, as "jit(f)/shardkit_kernel_2048_flops_64_exps_512_bytes/.."."""
+    """The cost that the name of an instruction says, as "jit(f)/jvp(shardkit_kernel_2048_flops_64_exps_512_bytes)/..".
+
+    Of a kernel under vmap the name says the cost of one of several calls, and None is returned.
+    """
     match = _COST_NAME.search(name)
-    if match is None:
+    if match is None or "vmap(" in name:
         return None
     flops, exps, moved = match.groups()
     return KernelCost(int(flops), int(exps), int(moved))

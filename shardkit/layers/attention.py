@@ -49,10 +49,10 @@ def dot_attention(
         window: with positions, the number of tokens a token attends to: itself and the tokens before it; None:
             all.
         scale: factor of the scores; None: 1/sqrt(K).
-        kernel: compute it on TPUs by the Pallas kernel that jax ships, which writes no scores to memory. T must be a
-            multiple of 128, K at most 128 or a multiple of it, the dtype float32 or bfloat16; there are no positions
-            and no second derivatives. On CPUs, in `emulate` and in a proof the same function runs as without it; GPUs
-            are refused.
+        kernel: compute it on TPUs and GPUs by the Pallas kernel that jax ships for each, which writes no scores to
+            memory. T must be a multiple of 128, the dtype float32 or bfloat16; on TPUs K at most 128 or a multiple of
+            it, on GPUs 16 to 256. There are no positions and no second derivatives. On CPUs, in `emulate` and in a
+            proof the same function runs as without it.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -70,7 +70,7 @@ def dot_attention(
         (1, 6, 4, 8)
 
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245); the kernel: Dao et
-    al., FlashAttention (arXiv:2205.14135), `jax.experimental.pallas.ops.tpu.flash_attention`.
+    al., FlashAttention (arXiv:2205.14135), `jax.experimental.pallas.ops.tpu.flash_attention` and `..gpu.attention`.
     """
     finite("dot_attention", scale=scale)
     check_shapes("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)

@@ -73,7 +73,8 @@ def ring_attention(
             of `deal`, and tiles without a visible pair are skipped.
         block: size of the tiles of queries and keys, which are processed in sequence; None: whole chunks.
         scale: factor of the scores; None: 1/sqrt(K).
-        kernel: as for `dot_attention`; the result of each block of keys is rounded to the dtype of the queries.
+        kernel: as for `dot_attention`; the result of each block of keys is rounded to the dtype of the queries. That
+            for GPUs has the same documents for queries and keys: in a ring of several devices segments are refused.
 
     Returns:
         Array of the shape and dtype of the queries.

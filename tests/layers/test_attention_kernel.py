@@ -160,6 +160,8 @@ def test_blocks_and_what_they_cost_on_gpus():
     assert whole.exps == 16 * 1024**2
     name = f"jit(f)/while/body/{cost_scope(forward)}/attention"
     assert find_cost(name) == forward and find_cost("jit(f)/attention") is None
+    assert find_cost(f"jit(f)/transpose(jvp())/while/body/jvp({cost_scope(forward)})/attention") == forward
+    assert find_cost(f"jit(f)/vmap({cost_scope(forward)})/attention") is None  # that of one of several
 
 
 def test_what_the_kernel_does_not_compute():
