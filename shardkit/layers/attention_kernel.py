@@ -1,5 +1,4 @@
-"""The tiles of attention by the Pallas kernels that jax ships, which write no scores to memory: one for TPUs, one for
-GPUs.
+"""The tiles of attention by the Pallas kernels that jax ships for TPUs and for GPUs, which write no scores to memory.
 
 A tile's queries attend to its keys alone. Its result is a softmax of its own, and the logarithm of its denominator says
 how it is joined with others. The backward pass of a tile gets the denominator of the whole softmax, so that a ring can
