@@ -2,6 +2,7 @@
 
     python -m benchmarks.context            on simulated devices: what skipping saves
     python -m benchmarks.context --tpu      compiled for v5e:2x4: what the ring hides behind compute
+    python -m benchmarks.context --gpu      compiled for h100:1x1x8
     python -m benchmarks.context --documents    packed documents: in order, zigzag, and dealt by their lengths
 
 Forward and backward of one causal layer. Pairs are half of a device's queries with half of a device's keys, on the
@@ -111,10 +112,10 @@ def drawn(tokens: int, heads: int, kv_heads: int, size: int) -> Arrays:
     return q, k, v
 
 
-def compiled_rows(tokens: int, json_file: Any) -> None:
-    """Compiles every form for v5e:2x4, bfloat16, 16 heads of 128 features, 8 of keys, and prints what it hides."""
+def compiled_rows(topology: str, tokens: int, json_file: Any) -> None:
+    """Compiles every form for absent chips, bfloat16, 16 heads of 128 features, 8 of keys, and prints what it hides."""
     shapes = tuple(jax.ShapeDtypeStruct((1, N * tokens, heads, 128), jnp.bfloat16) for heads in (16, 8, 8))
-    print("| v5e:2x4 | pairs | on the wire | asynchronous | wire | exposed | compute | temp | compiled in |")
+    print(f"| {topology} | pairs | on the wire | asynchronous | wire | exposed | compute | temp | compiled in |")
     print("|---|---|---|---|---|---|---|---|---|")
     by_kernel = {
         "ring, zigzag, kernel": (partial(sk.layers.ring_attention, axis="c", order="zigzag", kernel=True), 2 * N + 1),
@@ -122,7 +123,7 @@ def compiled_rows(tokens: int, json_file: Any) -> None:
     }
     for name, (kernel, most) in (forms(tokens) | by_kernel).items():
         step = jax.jit(gradients(kernel, sk.abstract_mesh(c=N)))
-        made = sk.aot.compile(step, (shapes,), topology="v5e:2x4")
+        made = sk.aot.compile(step, (shapes,), topology=topology)
         beside = sum(row.times for row in made.rows if row.asynchronous)
         times = (made.wire_seconds, made.exposed_seconds, made.compute.seconds)
         wire, exposed, compute = (f"{1e3 * seconds:.2f} ms" for seconds in times)
@@ -206,10 +207,15 @@ def dealt_rows(smoke: bool, calls: int, rounds: int, json_file: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables."""
-    flags = {"tpu": "compile for v5e:2x4 instead of running", "documents": "packed documents in three orders"}
+    flags = {
+        "tpu": "compile for v5e:2x4 instead of running",
+        "gpu": "compile for h100:1x1x8 instead of running",
+        "documents": "packed documents in three orders",
+    }
     options = start(__doc__, argv, devices=N, **flags)
-    if options.tpu:
-        compiled_rows(256 if options.smoke else 2048, options.json)
+    if options.tpu or options.gpu:
+        topology = "v5e:2x4" if options.tpu else "h100:1x1x8"
+        compiled_rows(topology, 256 if options.smoke else 2048, options.json)
         return
     tokens = 8 if options.smoke else 256
     calls, rounds = (1, 1) if options.smoke else (options.calls or 2, options.rounds or 10)

@@ -28,6 +28,28 @@ def tracing_for(platform: str, kind: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lowering_for(platform: str, kind: str) -> Iterator[None]:
+    """Programs inside are lowered for chips of this platform and kind, which need not be present.
+
+    From jax 0.12 on the lowering of a kernel of Triton asks which GPU it is for. Of a mesh without devices it looks up
+    the first device of this machine, a CPU, in a table for kinds that jax does not know.
+    """
+    # Whoever traced such a kernel has imported it.
+    gpu_info = sys.modules.get("jax._src.pallas.triton.gpu_info")
+    if platform != "gpu" or gpu_info is None:
+        yield
+        return
+    first_kind = jax.devices()[0].device_kind
+    version = gpu_info.gpu_version_from_device_kind(kind)
+    with tracing_for(platform, kind):  # jax remembers what it has looked up for this context
+        gpu_info.registry[first_kind] = lambda: gpu_info._get_gpu_info_impl(version)
+        try:
+            yield
+        finally:
+            del gpu_info.registry[first_kind]
+
+
 def platform() -> str | None:
     """The platform that the program is traced for: "cpu", "tpu" or "gpu"; None over an abstract mesh."""
     if _TARGET.value is not None:

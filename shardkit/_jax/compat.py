@@ -125,7 +125,10 @@ def invariant(aval: Any, axes: Sequence[str]) -> Any:
 
 
 def with_varying(aval: Any, axes: frozenset[str]) -> Any:
-    """An abstract value that varies over these axes, and over no other."""
+    """An abstract value that varies over these axes, and over no other; one without a mesh gets this one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes and aval.sharding.mesh.empty:
+        aval = aval.update(sharding=NamedSharding(mesh, PartitionSpec()))
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=axes))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,12 @@ from shardkit._jax import compat
 from shardkit._jax.backends import platform
 from shardkit._jax.interpreter import JaxprInterpreter
 
-# How kernels are traced here: "interpreted", "written out" or, as on the platform, "". jax keeps traces by it too.
+# How kernels are traced here: "written out", "tpu" or "gpu" if those for this platform are interpreted or, as on the
+# platform of the program, "". jax keeps traces by it too.
 _FORM: Any = jax.make_user_context("")
+_PLATFORMS = ("tpu", "gpu")  # which have kernels
+_COST = "shardkit_kernel"  # `cost_scope`
+_COST_NAME = re.compile(rf"\b{_COST}_(\d+)_flops_(\d+)_exps_(\d+)_bytes\b")
 
 
 class KernelCost(NamedTuple):
@@ -31,25 +36,49 @@ class KernelCost(NamedTuple):
     moved: int
 
 
+def cost_scope(cost: KernelCost) -> str:
+    """The `jax.named_scope` around a kernel whose compiler drops its cost: the name of its instruction says it.
+
+    For example "shardkit_kernel_2048_flops_64_exps_512_bytes".
+    """
+    return f"{_COST}_{cost.flops}_flops_{cost.exps}_exps_{cost.moved}_bytes"
+
+
+def find_cost(name: str) -> KernelCost | None:
+    """The cost that the name of an instruction says, as "jit(f)/jvp(shardkit_kernel_2048_flops_64_exps_512_bytes)/..".
+
+    Of a kernel under vmap the name says the cost of one of several calls, and None is returned.
+    """
+    match = _COST_NAME.search(name)
+    if match is None or "vmap(" in name:
+        return None
+    flops, exps, moved = match.groups()
+    return KernelCost(int(flops), int(exps), int(moved))
+
+
 @contextmanager
-def interpreting() -> Iterator[None]:
-    """Kernels for TPUs inside run on any platform, operation by operation: for tests."""
-    with _FORM("interpreted"):
+def interpreting(platform: str) -> Iterator[None]:
+    """Kernels for a platform, "tpu" or "gpu", inside run on any other, operation by operation: for tests."""
+    assert platform in _PLATFORMS, platform
+    with _FORM(platform):
         yield
 
 
 @contextmanager
 def writing_kernels_out() -> Iterator[None]:
-    """Functions with a kernel inside are traced in their other form, on TPUs too, as a proof must read them."""
+    """Functions with a kernel inside are traced in their other form, on every platform, as a proof must read them."""
     with _FORM("written out"):
         yield
 
 
-def uses_tpu_kernels() -> bool:
-    """Whether a function that has a kernel for TPUs is traced with it."""
-    if _FORM.value == "":
-        return platform() == "tpu"
-    return bool(_FORM.value == "interpreted")
+def kernel_platform() -> str | None:
+    """The platform whose kernels a program is traced with, "tpu" or "gpu"; None: functions are traced without them."""
+    if _FORM.value == "written out":
+        return None
+    if _FORM.value:
+        return str(_FORM.value)
+    name = platform()
+    return name if name in _PLATFORMS else None
 
 
 def call_kernel(function: Callable[..., Any], costs: Sequence[KernelCost], *operands: jax.Array) -> Any:
@@ -94,21 +123,27 @@ class _TypedProgram(JaxprInterpreter[Any]):
 
     def equation(self, equation: Any, operands: list[Any]) -> Sequence[jax.Array]:
         if equation.primitive.name == "pallas_call":
-            equation = equation.replace(params={**equation.params, **self._change_kernel(equation)})
+            return self._call_kernel(equation, operands)
         return [self._vary(x) for x in compat.bind(equation, operands)]
 
-    def _change_kernel(self, equation: Any) -> dict[str, Any]:
-        """The parameters of a kernel that are other ones here: types, cost, and whether it is interpreted."""
+    def _call_kernel(self, equation: Any, operands: list[Any]) -> Sequence[jax.Array]:
+        """The results of a kernel with other parameters: types, cost, and whether it is interpreted."""
         from jax.experimental.pallas import CostEstimate
 
         cost = next(self.costs)
-        changed: dict[str, Any] = {
+        params: dict[str, Any] = {
+            **equation.params,
             "out_avals": tuple(compat.with_varying(aval, self.axes) for aval in equation.params["out_avals"]),
             "cost_estimate": CostEstimate(flops=cost.flops, transcendentals=cost.exps, bytes_accessed=cost.moved),
         }
-        if _FORM.value == "interpreted":
-            changed["interpret"] = True
-        return changed
+        if _FORM.value in _PLATFORMS:
+            params["interpret"] = True
+        scope: AbstractContextManager[Any] = nullcontext()
+        if kernel_platform() == "gpu":  # XLA's call of a kernel of Triton has no estimate
+            scope = jax.named_scope(cost_scope(cost))
+        with scope:
+            results = compat.bind(equation.replace(params=params), operands)
+        return [self._vary(x) for x in results]
 
     def _vary(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)

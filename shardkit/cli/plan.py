@@ -43,7 +43,7 @@ class Options(WithJson):
     axes: tuple[str, ...] = AXES
     """Axes of a transformer that may have more than one way."""
     kernel: bool = False
-    """Attention of a transformer by jax's kernel for TPUs, which writes no scores to memory."""
+    """Attention of a transformer by jax's kernel for the chip, which writes no scores to memory."""
     rows: int = 10
     """Number of layouts to show, each with other axes."""
     efficiency: float = 1.0

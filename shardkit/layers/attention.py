@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from shardkit._arguments.checks import divisor, finite
 from shardkit._arguments.typed import typed
-from shardkit._jax.pallas import uses_tpu_kernels
+from shardkit._jax.pallas import kernel_platform
 from shardkit.collectives._sums import dot_dtype, save_as_dot
 from shardkit.layers.attention_kernel import check_kernel
 from shardkit.layers.blockwise import Form, attend
@@ -49,10 +49,10 @@ def dot_attention(
         window: with positions, the number of tokens a token attends to: itself and the tokens before it; None:
             all.
         scale: factor of the scores; None: 1/sqrt(K).
-        kernel: compute it on TPUs by the Pallas kernel that jax ships, which writes no scores to memory. T must be a
-            multiple of 128, K at most 128 or a multiple of it, the dtype float32 or bfloat16; there are no positions
-            and no second derivatives. On CPUs, in `emulate` and in a proof the same function runs as without it; GPUs
-            are refused.
+        kernel: compute it on TPUs and GPUs by the Pallas kernel that jax ships for each, which writes no scores to
+            memory. T must be a multiple of 128, the dtype float32 or bfloat16; on TPUs K at most 128 or a multiple of
+            it, on GPUs 16 to 256. There are no positions and no second derivatives. On CPUs, in `emulate` and in a
+            proof the same function runs as without it.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -70,7 +70,7 @@ def dot_attention(
         (1, 6, 4, 8)
 
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245); the kernel: Dao et
-    al., FlashAttention (arXiv:2205.14135), `jax.experimental.pallas.ops.tpu.flash_attention`.
+    al., FlashAttention (arXiv:2205.14135), `jax.experimental.pallas.ops.tpu.flash_attention` and `..gpu.attention`.
     """
     finite("dot_attention", scale=scale)
     check_shapes("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
@@ -81,7 +81,7 @@ def dot_attention(
     form = Scoring(causal_by_order, window, choose_scale(q, scale))
     if kernel:
         check_kernel("dot_attention", (q, k, v), q.shape[-2], positions=positions_bt is not None, block=None)
-        if uses_tpu_kernels():
+        if kernel_platform() is not None:
             one_tile = Form((), causal, "contiguous", None, form.scale, kernel=True)
             return join_heads(attend(q, k, v, labels, one_tile))
     return join_heads(_attend(q, k, v, labels, form))

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._jax.pallas import uses_tpu_kernels
+from shardkit._jax.pallas import kernel_platform
 from shardkit.collectives import axis_index, shift
 from shardkit.collectives._sums import save_as_dot, wide_zeros
-from shardkit.layers.attention_kernel import TileForm, attend_tile, tile_gradients
+from shardkit.layers.attention_kernel import attend_tile, tile_gradients
 from shardkit.layers.matmul import count_devices
 from shardkit.layers.scores import (
     MASKED,
@@ -27,7 +27,7 @@ from shardkit.layers.scores import (
     inner_product,
     make_mask,
 )
-from shardkit.layers.tiles import Tile, list_arrived_tiles, list_own_tiles
+from shardkit.layers.tiles import Tile, TileForm, list_arrived_tiles, list_own_tiles
 from shardkit.layers.zigzag import Order
 
 
@@ -40,7 +40,7 @@ class Form(NamedTuple):
     block: int | None  # the size of a tile, None for whole blocks
     scale: float  # factor of the scores
     window: int | None = None  # how many tokens a token attends to, if labels have positions
-    kernel: bool = False  # whether a tile is computed by the kernel for TPUs, where there is one
+    kernel: bool = False  # whether a tile is computed by the kernel of the platform, where there is one
 
 
 class Softmax(NamedTuple):
@@ -71,13 +71,12 @@ class Softmax(NamedTuple):
         total = self.total * decay + weights.sum(-1, keepdims=True)
         return Softmax(maximum, total, self.sum * decay + block_sum)
 
-    def join(self, y: jax.Array, maximum: jax.Array, total: jax.Array) -> Softmax:
-        """The softmax after another block of keys, of which `y` is the result of a softmax over this block alone."""
-        new_maximum = jnp.maximum(self.maximum, maximum)
-        decay = jnp.exp(self.maximum - new_maximum)
-        new_total = total * jnp.exp(maximum - new_maximum)
-        block_sum = y.astype(jnp.float32) * new_total
-        return Softmax(new_maximum, self.total * decay + new_total, self.sum * decay + block_sum)
+    def join(self, y: jax.Array, log_total: jax.Array) -> Softmax:
+        """The softmax after another block of keys, whose own has the result `y` and `log_total` as `result` has."""
+        maximum = jnp.maximum(self.maximum, log_total)
+        decay = jnp.exp(self.maximum - maximum)
+        total = jnp.exp(log_total - maximum)
+        return Softmax(maximum, self.total * decay + total, self.sum * decay + y.astype(jnp.float32) * total)
 
     def result(self) -> tuple[jax.Array, jax.Array]:
         """The result [b, G, R, t, K], and the logarithm of its denominator [b, G, R, t, 1]."""
@@ -99,15 +98,15 @@ def attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    kernel = form.kernel and uses_tpu_kernels()
+    kernel = form.kernel and kernel_platform() is not None
 
     def visit(softmax: Softmax, keys: _Keys, tile: Tile) -> Softmax:
         tile_k, tile_v, k_labels = _cut(keys, tile.key, tile.size)
         tile_q, tile_softmax, q_labels = _cut((q, softmax, labels), tile.query, tile.size)
         if kernel:
             documents = _take_documents(q_labels, k_labels)
-            y, maximum, total = attend_tile(tile_q, tile_k, tile_v, documents, _tile_form(tile, form))
-            return _put(softmax, tile_softmax.join(y, maximum, total), tile.query)
+            y, log_total = attend_tile(tile_q, tile_k, tile_v, documents, _tile_form(tile, form))
+            return _put(softmax, tile_softmax.join(y, log_total), tile.query)
         mask = make_mask(tile_q, tile_k, tile.ahead, q_labels, k_labels, form.window)
 
         def update() -> Softmax:
@@ -120,8 +119,7 @@ def _forward(
         # One tile has all keys, in zigzag order too, which on one device is that of the sequence. Nothing is joined: a
         # join would multiply y by its total, and `result` divide it.
         one_tile = TileForm(form.causal, form.scale)
-        y, maximum, total = attend_tile(q, k, v, _take_documents(labels, labels), one_tile)
-        log_total = maximum + jnp.log(total)
+        y, log_total = attend_tile(q, k, v, _take_documents(labels, labels), one_tile)
     else:
         softmax = _visit_all_keys(visit, Softmax.empty(q), (k, v, labels), form)
         y, log_total = softmax.result()
@@ -132,7 +130,9 @@ def _forward(
 
 def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, labels, y, log_total = residuals
-    kernel = form.kernel and uses_tpu_kernels()
+    kernel = form.kernel and kernel_platform() is not None
+    if kernel and not form.names:
+        form = form._replace(order="contiguous")  # one tile, as in the forward pass
     rows = (q, log_total, dy, inner_product(y, dy))
 
     def visit(grads: Any, keys: _Keys, tile: Tile) -> Any:

@@ -73,7 +73,8 @@ def ring_attention(
             of `deal`, and tiles without a visible pair are skipped.
         block: size of the tiles of queries and keys, which are processed in sequence; None: whole chunks.
         scale: factor of the scores; None: 1/sqrt(K).
-        kernel: as for `dot_attention`; the result of each block of keys is rounded to the dtype of the queries.
+        kernel: as for `dot_attention`; the result of each block of keys is rounded to the dtype of the queries. That
+            for GPUs has the same documents for queries and keys: in a ring of several devices segments are refused.
 
     Returns:
         Array of the shape and dtype of the queries.
@@ -214,11 +215,17 @@ def _attend_in_ring(
             )
         form = form._replace(causal=False)
     chunk = _check_block(where, form, q_btHK.shape[1])
-    if form.kernel:
-        queries_and_keys = (q_btHK, k_btGK, v_btGK)
-        check_kernel(where, queries_and_keys, chunk, positions=has_positions(labels), block=form.block)
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
+    if form.kernel:
+        check_kernel(
+            where,
+            (q_btHK, k_btGK, v_btGK),
+            chunk,
+            positions=has_positions(labels),
+            block=form.block,
+            documents_in_ring=labels is not None and form.names != (),
+        )
     q_btHK, k_btGK, v_btGK, labels = vary_alike(q_btHK, k_btGK, v_btGK, labels, over=form.names)
     q, k, v, labels = split_heads(q_btHK, k_btGK, v_btGK, labels)
     return join_heads(attend(q, k, v, labels, form))

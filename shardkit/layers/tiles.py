@@ -20,6 +20,29 @@ class Tile(NamedTuple):
     ahead: Any = None
 
 
+class TileForm(NamedTuple):
+    """The static options of a tile that a kernel computes."""
+
+    causal: bool  # whether the first query is at the place of the first key, and sees none behind it
+    scale: float  # factor of the scores
+
+
+class TileSizes(NamedTuple):
+    """The sizes of a tile that a kernel computes, which has as many keys as queries."""
+
+    heads: int  # of queries, of all sequences
+    key_heads: int  # of keys, and as many of values
+    tokens: int
+    head: int  # its size
+    itemsize: int  # bytes of an element
+
+    @classmethod
+    def of(cls, q_bGRtK: Any, k_bGsK: Any) -> TileSizes:
+        """The sizes of the tile with these queries and keys."""
+        b, G, R, t, K = q_bGRtK.shape
+        return cls(b * G * R, b * G, t, K, q_bGRtK.dtype.itemsize)
+
+
 class TileCounts(NamedTuple):
     """The tiles of a device in a causal attention over all blocks of a ring in zigzag order."""
 

@@ -43,7 +43,7 @@ class Axes:
         expert: expert parallelism.
         impl: with `sequence`, as for `all_gather_matmul`.
         stage: the axis of the pipeline, if the layers run as its stages.
-        kernel: attention by jax's kernel on TPUs, as for `dot_attention`.
+        kernel: attention by jax's kernel on TPUs and GPUs, as for `dot_attention`.
     """
 
     model: Axis | None = None

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardkit import cost
 from shardkit._arguments import checks
+from shardkit.layers.attention_kernel import find_wrong_head
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.layout import REMAT, Layout
 from shardkit.planner.machine import Machine
@@ -137,7 +138,7 @@ def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequen
     check_at_most_a_billion(batch=batch, sequence=sequence)
     checks.one_of("planner", "remat", layout.remat, REMAT)
     check_machine(machine)
-    check_kernel(model, machine.chip)
+    check_kernel(model, machine)
     if batch % layout.parts:
         raise ValueError(
             f"planner: batch must be divisible by data * fsdp * expert * accumulate * microbatches; got {batch} over "
@@ -167,12 +168,13 @@ def _check_kinds(model: object, layout: object) -> None:
         )
 
 
-def check_kernel(model: Model, chip: cost.Chip) -> None:
-    """Refuses the kernel of attention on a chip that is no TPU."""
-    if model.kernel and not chip.torus:
-        raise ValueError(
-            f"planner: the kernel of attention must run on TPUs; got kernel=True and chip {chip.name!r}. Leave it out."
-        )
+def check_kernel(model: Model, machine: Machine) -> None:
+    """Refuses heads that the kernel of attention does not take on the chip."""
+    if not model.kernel:
+        return
+    wrong = find_wrong_head(machine.platform, model.head)
+    if wrong:
+        raise ValueError(f"planner: {wrong} and chip {machine.chip.name!r}. Choose kernel=False.")
 
 
 def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:

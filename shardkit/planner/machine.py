@@ -33,6 +33,11 @@ class Machine(NamedTuple):
         """Bytes of memory that a step may take."""
         return self.memory_share * self.chip.hbm_bytes
 
+    @property
+    def platform(self) -> str:
+        """The chip's platform, by which the kernels of layers are chosen: "tpu" for a torus, else "gpu"."""
+        return "tpu" if self.chip.torus else "gpu"
+
     def find_link(self, layout: Layout, axis: str) -> cost.Link:
         """The link that a device has for the collectives over an axis of a layout, by its name in `Layout`."""
         if self.links is not None:

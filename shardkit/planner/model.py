@@ -55,8 +55,8 @@ class Model(NamedTuple):
         dense: the number of first layers that still have a feed-forward layer.
         attention: weights of one layer's attention. None: queries, keys, values and output.
         extra: further parameters of one layer, such as biases, and norms beyond two.
-        kernel: attention by the kernel for TPUs, as with `kernel=True` of `layers.dot_attention`; else its scores are
-            written to memory.
+        kernel: attention by the kernel of the platform, as with `kernel=True` of `layers.dot_attention`; else its
+            scores are written to memory.
     """
 
     layers: int

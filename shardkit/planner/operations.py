@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardkit.layers.attention_kernel import LANES, choose_block, count_costs
-from shardkit.layers.tiles import count_tiles
+from shardkit.layers.attention_kernel import count_costs
+from shardkit.layers.attention_kernel_tpu import LANES, choose_block
+from shardkit.layers.tiles import TileSizes, count_tiles
 from shardkit.planner.habits import Habits, habits_of
 from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
@@ -101,9 +102,9 @@ def time_attention(share: Share, machine: Machine) -> float:
     """
     ways = share.layout.context
     repeats = share.layout.remat != "none"
-    sums = _time([_count_ring_sums(share, repeats)], machine)
+    sums = _time([_count_ring_sums(share, machine.platform, repeats)], machine)
     if share.model.kernel:
-        return _time(_list_kernels(share, repeats), machine) + sums
+        return _time(_list_kernels(share, machine.platform, repeats), machine) + sums
     sizes = count_sizes(share)
     habits = habits_of(machine.chip)
     softmax = _count_softmax(sizes, share.model, habits)
@@ -118,13 +119,13 @@ def time_attention(share: Share, machine: Machine) -> float:
     return blocks * _time(operations, machine) + sums
 
 
-def _count_ring_sums(share: Share, repeats: bool) -> OperationCost:
+def _count_ring_sums(share: Share, platform: str, repeats: bool) -> OperationCost:
     """What a ring reads and writes in float32 to sum up its tiles, which attention on one device does not.
 
     Of each query forward the running sum, read and written, and the tile's part of it, written and read: 16 bytes an
     element. Backward the same of the queries' gradients, of the keys' and of the values', which each query head has of
-    its own before they are summed. A kernel also reads the largest score, the sum and the inner product of each query
-    as rows as wide as a register, or a block.
+    its own before they are summed. A TPU's kernel also reads the largest score, the sum and the inner product of each
+    query as rows as wide as a register, or a block.
 
     Worked example: a ring of four devices in zigzag order. Its nine tiles have half of the queries each, so that every
     element is summed four and a half times.
@@ -136,21 +137,26 @@ def _count_ring_sums(share: Share, repeats: bool) -> OperationCost:
     times = (tiles.diagonal + tiles.whole) / tiles.parts
     forwards = 2 if repeats else 1
     element: float = 16 * forwards + 3 * 16
-    if share.model.kernel:
+    if share.model.kernel and platform == "tpu":
         block = choose_block(share.sequence // tiles.parts, share.model.head, itemsize=2)
         element += 4 * (2 * LANES + block) / share.model.head
     return OperationCost(0, times * element * count_sizes(share).queries)
 
 
-def _list_kernels(share: Share, repeats: bool) -> list[OperationCost]:
+def _list_kernels(share: Share, platform: str, repeats: bool) -> list[OperationCost]:
     """The kernels of one layer's attention in a microbatch, those of each tile."""
-    heads = int(share.batch * share.model.heads / share.layout.tensor)
     tiles = count_tiles(share.layout.context)
-    tokens = share.sequence // tiles.parts
+    sizes = TileSizes(
+        heads=int(share.batch * share.model.heads / share.layout.tensor),
+        key_heads=int(share.batch * share.model.key_heads / share.layout.tensor),
+        tokens=share.sequence // tiles.parts,
+        head=share.model.head,
+        itemsize=2,
+    )
     operations = []
     for causal, count in ((True, tiles.diagonal), (False, tiles.whole)):
-        forward, of_keys, of_queries = count_costs(heads, tokens, share.model.head, itemsize=2, causal=causal)
-        kernels = [forward, of_keys, of_queries]
+        forward, *backward = count_costs(platform, sizes, causal=causal)
+        kernels = [forward, *backward]
         if repeats:
             kernels.append(forward)
         operations += [OperationCost(count * kernel.flops, count * kernel.moved) for kernel in kernels]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardkit.layers.attention_kernel import LANES, fits_lanes
+from shardkit.layers.attention_kernel import TOKENS
 from shardkit.layers.tiles import count_tiles
 from shardkit.planner.layout import Layout
 from shardkit.planner.model import Model
@@ -102,15 +102,10 @@ def find_misfit(model: Model, layout: Layout, sequence: int) -> str:
             f"{sequence_parts} parts. Choose another sequence or fewer ways."
         )
     tile = sequence // parts
-    if model.kernel and tile % LANES:
+    if model.kernel and tile % TOKENS:
         return (
-            f"the tokens of a tile must be a multiple of {LANES} for the kernel; got {tile}, of {sequence} tokens over "
-            f"{layout.context} context ways. Choose another sequence, fewer ways, or kernel=False."
-        )
-    if model.kernel and not fits_lanes(model.head):
-        return (
-            f"the head size must be at most {LANES} or a multiple of it for the kernel; got {model.head}. Choose "
-            "kernel=False."
+            f"the tokens of a tile must be a multiple of {TOKENS} for the kernel; got {tile}, of {sequence} tokens "
+            f"over {layout.context} context ways. Choose another sequence, fewer ways, or kernel=False."
         )
     if layout.expert > 1 and not _experts_divide(model, layout.expert):
         return f"expert must divide the experts; got {layout.expert} for {model.experts} experts. Choose fewer ways."

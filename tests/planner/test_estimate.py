@@ -299,12 +299,17 @@ def test_a_kernel_writes_no_scores_and_computes_half_of_them():
     assert "kernel" not in source_of(written, batch=8, sequence=8192)
     # Of 8,192 tokens on one device 136 of 256 blocks are visited: forward, again, and backward eleven matmuls.
     share = find_share(model._replace(kernel=True), layout, 8, 8192)
-    kernels = operations._list_kernels(share, repeats=True)
+    kernels = operations._list_kernels(share, "tpu", repeats=True)
     assert sum(kernel.flops for kernel in kernels) == 11 * 2 * 128 * 16 * 136 * 512**2
     # In a ring of four a device has 2,048. Of a causal quarter three of four blocks are visited; seven are whole.
     ring = find_share(model._replace(kernel=True), Layout(fsdp=2, context=4), 2, 8192)
-    kernels = operations._list_kernels(ring, repeats=False)
+    kernels = operations._list_kernels(ring, "tpu", repeats=False)
     assert sum(kernel.flops for kernel in kernels) == 9 * 2 * 128 * 16 * (2 * 3 + 7 * 4) * 512**2
+    # On GPUs blocks are smaller, and one kernel computes all gradients: of a causal tile of 1,024 tokens 36 of 64
+    # squares of 128 forward, and 136 of 256 of 64 backward.
+    kernels = operations._list_kernels(ring, "gpu", repeats=False)
+    visited = 2 * (2 * 36 + 7 * 64) * 128**2 + 7 * (2 * 136 + 7 * 256) * 64**2
+    assert sum(kernel.flops for kernel in kernels) == 2 * 128 * 16 * visited
 
 
 def test_a_ring_leaves_out_half_of_the_blocks():
@@ -329,8 +334,12 @@ def test_a_ring_leaves_out_half_of_the_blocks():
 def test_where_the_kernel_does_not_run():
     model = planned.MODELS["1.5b kernel"]
     job = {"batch": 8, "sequence": 4096}
-    message = refused(lambda: planner.estimate(model, Layout(fsdp=8), chip="h100", **job))
-    assert "must run on TPUs; got kernel=True and chip 'h100'" in message
+    wide = model._replace(head_size=192)
+    message = refused(lambda: planner.estimate(wide, Layout(fsdp=8), chip="v5e", **job))
+    assert "must be at most 128 or a multiple of it for the kernel; got 192 and chip 'v5e'" in message
+    assert planner.estimate(wide, Layout(fsdp=8), chip="h100", **job).seconds > 0
+    message = refused(lambda: planner.estimate(model._replace(head_size=512), Layout(fsdp=8), chip="h100", **job))
+    assert "must be 16 to 256 for the kernel; got 512 and chip 'h100'" in message
     message = refused(lambda: planner.estimate(model, Layout(context=8), chip="v5e", batch=1, sequence=3072))
     assert "multiple of 128 for the kernel; got 192, of 3072 tokens over 8 context ways" in message
     layouts = {each.layout.context for each in planner.search(model, chip="v5e", chips=8, batch=8, sequence=1024)}

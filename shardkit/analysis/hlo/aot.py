@@ -33,6 +33,7 @@ from shardkit.analysis.hlo.topology import (
     absent_devices,
     compiler_package,
     description_of,
+    lowering_for,
     parse_topology,
     topology_devices,
     tracing_for,
@@ -328,7 +329,8 @@ def _trace_for(where: Topology, step: Any, args: Sequence[Any]) -> Any:
 
 def _lower_for(where: Topology, traced: Any) -> Any:
     try:
-        return traced.lower(lowering_platforms=(where.platform,))
+        with lowering_for(where):
+            return traced.lower(lowering_platforms=(where.platform,))
     except Exception as error:
         raise ValueError(
             f"aot.compile: the function cannot be lowered for this platform: {describe_error(error)}."

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit._jax.jaxprs import RunShare, find_share
+from shardkit._jax.pallas import KernelCost, find_cost
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.protobuf import signed
@@ -161,12 +162,11 @@ class ModuleWork:
         kernels = 0
         if _KERNELS.match(instruction.target):
             kernels = 1
-        estimate = instruction.config.get("custom_call_config", {}).get("cost_estimate")
-        if kernels and estimate:  # a kernel of Pallas with `cost_estimate=`
+        cost = _find_stated_cost(instruction)
+        if kernels and cost is not None:
             kernels = 0
-            flops = int(estimate.get("flops", 0))
-            # What it reads several times is in the estimate alone.
-            size = max(size, int(estimate.get("bytes_accessed", 0)))
+            flops = cost.flops
+            size = max(size, cost.moved)  # what a kernel reads several times is in its cost alone
         return Work(flops, size, self.seconds(flops, size), kernels)
 
     def _largest_branch(self, conditional: proto.Instruction) -> Work:
@@ -237,6 +237,15 @@ class ModuleWork:
             return instruction.opcode == "bitcast"
         fused = self.module.computations[instruction.calls[0]]
         return all(part.opcode in ("parameter", "bitcast") for part in fused.instructions.values())
+
+
+def _find_stated_cost(call: proto.Instruction) -> KernelCost | None:
+    """What a call of a kernel of Pallas says that it computes and moves, by `cost_estimate=` or in its name."""
+    estimate = call.config.get("custom_call_config", {}).get("cost_estimate")
+    if not estimate:
+        return find_cost(call.op_name)
+    flops, exps, moved = (int(estimate.get(key, 0)) for key in ("flops", "transcendentals", "bytes_accessed"))
+    return KernelCost(flops, exps, moved)
 
 
 def _bytes_written(module: proto.Module, computation: proto.Computation, instruction: proto.Instruction) -> int:

@@ -190,10 +190,20 @@ def _absent_tpus(where: Topology) -> list[AbsentDevice]:
 
 def tracing_for(where: Topology) -> AbstractContextManager[None]:
     """Traces inside are for the chips of a topology: `impl="auto"` chooses what it chooses on a mesh of them."""
+    return backends.tracing_for(*_name_chips(where))
+
+
+def lowering_for(where: Topology) -> AbstractContextManager[None]:
+    """Programs inside are lowered for the chips of a topology."""
+    return backends.lowering_for(*_name_chips(where))
+
+
+def _name_chips(where: Topology) -> tuple[str, str]:
+    """The platform and the kind of the chips of a topology, as jax's devices name them."""
     platform = where.platform
     if platform == "cuda":
         platform = "gpu"  # in jax's other name of it
-    return backends.tracing_for(platform, device_kind(where.chip))
+    return platform, device_kind(where.chip)
 
 
 def compiler_package(where: Topology) -> str:

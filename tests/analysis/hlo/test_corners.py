@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit._jax.pallas import KernelCost, cost_scope
 from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow, ComputationRun, Reader, collectives_of
 from shardkit.analysis.hlo.compute import NO_CLOCK, ModuleWork, Work
@@ -174,6 +175,16 @@ def test_of_a_conditionals_branches_each_figure_is_the_largest_and_kernels_are_c
     work = ModuleWork(module, lambda flops, size: float(size)).of_computation(0)
     assert work == Work(0, 4000, 4000.0, 1)
     assert Work(1, 2, 3.0, 4).plus(work, 2) == Work(1, 8002, 8003.0, 6)
+
+
+def test_a_kernel_whose_name_says_its_cost_counts_it():
+    """XLA's calls of Triton's kernels have no estimate."""
+    name = f"jit(step)/while/body/{cost_scope(KernelCost(2048, 64, 512))}/attention"
+    kernel = proto.Instruction(
+        id=0, opcode="custom-call", target="__gpu$xla.gpu.triton", shape=proto.Shape(11, (10,)), op_name=name
+    )
+    module = proto.Module("", 0, {0: proto.Computation(0, "", 0, {0: kernel})}, {})
+    assert ModuleWork(module, lambda flops, size: float(size)).of_computation(0) == Work(2048, 512, 512.0, 0)
 
 
 def test_a_conditional_whose_scope_says_how_often_it_runs_counts_so_often():
