@@ -46,6 +46,13 @@ class Gap(NamedTuple):
         """The path after a space; nothing where the tree is one array."""
         return "" if self.path == path_name(()) else f" {self.path}"
 
+    @property
+    def excess(self) -> float:
+        """The difference by the allowed one. Where nothing is allowed, it is worse than any that exceeds a bound."""
+        if not self.allowed:
+            return float("inf")
+        return self.largest / self.allowed
+
     def __str__(self) -> str:
         place = f" at {list(self.worst)}" if self.worst else ""
         text = (
@@ -193,44 +200,45 @@ def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray,
     `allow(number, leaf, overall)` is the largest difference for leaf `number` of the reference, one for all elements or
     one for each; `overall` is the largest magnitude of all leaves.
     """
-    actual_leaves = list_leaves(actual)
     expected_leaves = list_leaves(expected)
     overall = 0.0
     for _, y in expected_leaves:
         if is_float(y):
             overall = max(overall, magnitude(y))
     worst: Gap | None = None
-    worst_excess = 0.0
-    for number, (path, x) in enumerate(actual_leaves):
-        _, y = expected_leaves[number]
+    pairs = zip(list_leaves(actual), expected_leaves, strict=True)
+    for number, ((path, x), (_, y)) in enumerate(pairs):
         # argmax raises for an array without elements.
         if not x.size:
             continue
-        difference = distance(x, y)
         bound: Any = 0.0
         if is_float(y):
             bound = allow(number, y, overall)
-        bound = np.broadcast_to(bound, difference.shape)
-        # The element that exceeds its bound most; a leaf may have one bound for all elements or one for each.
-        index = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
-        if not difference[index] > bound[index]:
+        gap = _find_gap(path, x, y, bound)
+        if gap is None:
             continue
-        # Where nothing is allowed, a difference is worse than any that exceeds a bound.
-        excess = np.inf
-        if bound[index]:
-            excess = difference[index] / bound[index]
-        if worst is None or excess > worst_excess:
-            worst_excess = excess
-            worst = Gap(
-                path=path,
-                largest=float(difference[index]),
-                allowed=float(bound[index]),
-                worst=tuple(int(i) for i in index),
-                actual=x[index],
-                expected=y[index],
-                factor=constant_factor(x, y),
-            )
+        if worst is None or gap.excess > worst.excess:
+            worst = gap
     return worst
+
+
+def _find_gap(path: str, x: np.ndarray, y: np.ndarray, bound: Any) -> Gap | None:
+    """The element of a leaf that exceeds its bound most; None if no element does."""
+    difference = distance(x, y)
+    bound = np.broadcast_to(bound, difference.shape)
+    flat_index = int(np.argmax(difference - bound))
+    index = np.unravel_index(flat_index, difference.shape)
+    if not difference[index] > bound[index]:
+        return None
+    return Gap(
+        path=path,
+        largest=float(difference[index]),
+        allowed=float(bound[index]),
+        worst=tuple(map(int, index)),
+        actual=x[index],
+        expected=y[index],
+        factor=constant_factor(x, y),
+    )
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
