@@ -20,7 +20,7 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, TABLE, registered
-from shardkit.meshes.layout import all_axes, spec_axes
+from shardkit.meshes.layout import all_axes, split_dims
 from shardkit.testing._compare import distance, find_other_bits, is_float
 from shardkit.testing._kernels import explain_error
 
@@ -381,9 +381,9 @@ def split_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
     shape: list[int] = []
     local_dims: list[int] = []
     dim_of_axis: dict[str, int] = {}
-    for dim, axes in enumerate(_axes_of_dims(spec, x.ndim)):
-        local_size = x.shape[dim]
-        for axis in axes:
+    axes_of_dim = split_dims(spec)
+    for dim, local_size in enumerate(x.shape):
+        for axis in axes_of_dim.get(dim, ()):
             dim_of_axis[axis] = len(shape)
             shape.append(sizes[axis])
             local_size //= sizes[axis]
@@ -411,17 +411,11 @@ def join_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
     local_shape = x.shape[len(sizes) :]
     order: list[int] = []
     shape: list[int] = []
-    for dim, axes in enumerate(_axes_of_dims(spec, len(local_shape))):
-        size = local_shape[dim]
-        for axis in axes:
+    axes_of_dim = split_dims(spec)
+    for dim, size in enumerate(local_shape):
+        for axis in axes_of_dim.get(dim, ()):
             order.append(split_axes.index(axis))
             size *= sizes[axis]
         order.append(len(split_axes) + dim)
         shape.append(size)
     return shards.transpose(order).reshape(shape)
-
-
-def _axes_of_dims(spec: PartitionSpec, dims: int) -> list[tuple[str, ...]]:
-    """The axes that split each dim, also of dims that the spec leaves out."""
-    missing = dims - len(spec)
-    return spec_axes(spec) + [()] * missing
