@@ -34,6 +34,8 @@ def interpret(function: Callable[..., Any], mesh: Any, note: Note) -> Callable[.
     """`function`, with its shard_maps over `mesh` interpreted on one device; its derivatives stay the same."""
 
     def run(*args: Any) -> Any:
+        # Traced with its shard_maps, which are interpreted below: so jax checks varying types and differentiates as on
+        # a real mesh.
         with jax.sharding.use_abstract_mesh(mesh):  # in place of the caller's mesh
             try:
                 closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)

@@ -181,6 +181,8 @@ def _fits(state: BlockState, op: Op, n: int) -> bool:
 
 def _apply_op(state: BlockState, op: Op, n: int) -> BlockState:
     """The block of a device after one collective over n devices."""
+    # For example an all_gather of int32[3] with 2 bits along dim 0 over 4 devices: int32[12], with the same 2 bits; a
+    # sum instead: int32[3], with 4 bits, since four integers up to 3 add up to 12.
     options = dict(op.options)
     shape = list(state.shape)
     dtype = state.dtype
@@ -196,8 +198,9 @@ def _apply_op(state: BlockState, op: Op, n: int) -> BlockState:
         # One row before and one behind, as `halo_exchange` has by default.
         shape[options["dim"]] += 2
     if options.get("op") in ("sum", "mean"):
+        # A mean too: of integers up to 3 over 4 devices it is a multiple of 1/4, and has as many bits as the sum.
         bits += math.log2(n)
-        if dtype == "bool":
+        if dtype == "bool":  # a sum counts the True ones
             dtype = "int32"
         if options["op"] == "mean" and dtype == "int32":
             dtype = "float32"

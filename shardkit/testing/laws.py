@@ -130,11 +130,12 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     """
     if isinstance(program.row.grad_fn, PipelineGradFn):
         return "a pipeline gathers and reduces in its own ticks"
+    # The plan's collectives alone: what the loss sends, such as the sums of a layer that tp splits, no layout tells.
     rows = []
     for site in walk(program.traced.jaxpr.jaxpr):
         if kind_of(site.equation) and site.within(PLAN):
             row = row_of(site)
-            if row.n > 1:
+            if row.n > 1:  # over one device nothing is sent
                 rows.append(row)
     # The trace of a call has all of its steps, and the closed form is that of one.
     steps = program.row.steps or 1

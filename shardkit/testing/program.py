@@ -233,6 +233,7 @@ class Program:
             return self.batches
         calls = []
         for first in range(0, len(self.batches), self.row.steps):
+            # Of steps=2 and four batches [8, 4]: two calls with [2, 8, 4].
             batches = self.batches[first : first + self.row.steps]
             calls.append(jax.tree.map(_stack, *batches))
         return calls
@@ -302,6 +303,8 @@ def make_row_mesh(row: Row) -> Mesh:
 
 def _rescale(grad_fn: GradFn) -> GradFn:
     """The GradFn called with another scale, which is divided out again: ignoring it changes the result."""
+    # For example a gradient of 3: a GradFn that heeds its scale of 0.5 returns 1.5, which is 3 again below. One that
+    # ignores it returns 3, and the 6 below differs from the reference.
     # A pipeline is known by its type, which a plain function around it would hide.
     if isinstance(grad_fn, PipelineGradFn):
         return replace(grad_fn, function=_rescale(grad_fn.function))

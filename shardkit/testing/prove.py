@@ -181,6 +181,7 @@ def prove_rows(
                 )
             row_reference = references[settings]
         mesh = make_row_mesh(row)
+        # Apart from a mesh that the caller has set: the row's own mesh decides.
         with apart(mesh):
             row_key = replicated_in_context(key, mesh)
             program = Program.of(row, step, optimizer, params, batches, row_key, mesh, carry, carried)

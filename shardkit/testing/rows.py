@@ -163,6 +163,7 @@ def _complete(
         if not valid_values[name]:
             return None
 
+    # Of a factor not chosen yet, with each factor that is: these pairs the row would cover.
     def count_new_pairs(name: str, index: int) -> int:
         count = 0
         for choice in row.items():

@@ -233,6 +233,7 @@ def programs(
     ops: list[Op] = []
     for _ in range(draw(st.integers(0, length))):
         order = draw(st.permutations(list(sizes)))
+        # One axis, or several in any order: of a=2, b=2 these are "a", "b", ("a", "b") and ("b", "a").
         count = draw(st.integers(1, len(order)))
         axes = tuple(order[:count])
         state = state_of(Chain(sizes, shape, dtype, tuple(ops), seed))
