@@ -149,6 +149,7 @@ def _batches(
         rows_to_read = np.zeros(1, np.int64)
     dataset = grain.MapDataset.source(_Rows(samples, position, batch, rows_to_read))
     # grain counts rows here, and not batches. With fewer of them than threads, some threads would idle.
+    # For example with 8 threads, prefetch=2 and 16 rows a batch: 32 rows are read ahead.
     ahead = 0
     if threads:
         ahead = max(threads, prefetch * len(rows_to_read))
