@@ -102,15 +102,19 @@ def launch(
     words = find_program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
     (restarts,) = integers_from_zero("launch", restarts=restarts)
-    folder = None if output is None else Path(output)
-    job = Job(words, processes, devices, folder, grace, os.environ if environ is None else environ)
+    folder = None
+    if output is not None:
+        folder = Path(output)
+    if environ is None:
+        environ = os.environ
+    job = Job(words, processes, devices, folder, grace, environ)
     events: Events = queue.SimpleQueue()
     with send_signals_to(events):
         for number in range(restarts + 1):
             if restarts:
                 job = job._replace(environ={**job.environ, RESTARTS: str(number)})
-            with contextlib.nullcontext(port) if port else free_port() as coordinator:
-                code, has_signal = run_attempt(job, coordinator, events, first=number == 0)
+            with _choose_port(port) as coordinator_port:
+                code, has_signal = run_attempt(job, coordinator_port, events, first=number == 0)
             is_final = has_signal or code in (0, _WRONG_USAGE)
             if is_final or number == restarts:
                 break
@@ -120,6 +124,13 @@ def launch(
                 say("ended while it waited for the restart")
                 break
     return code
+
+
+def _choose_port(port: int | None) -> contextlib.AbstractContextManager[int]:
+    """The port of an attempt: as passed, or one that nobody else gets while it lasts."""
+    if port is None:
+        return free_port()
+    return contextlib.nullcontext(port)
 
 
 def _is_stopped_within(wait: float, events: Events) -> bool:
@@ -136,7 +147,9 @@ def find_program(command: Sequence[str], python: str = sys.executable) -> list[s
     if not command or not command[0]:
         raise ValueError("launch: a command must be given; got none. Pass for example -- train.py --steps 100.")
     is_python = command[0] == "-m" or command[0].endswith(".py")
-    return [python, *command] if is_python else list(command)
+    if is_python:
+        return [python, *command]
+    return list(command)
 
 
 def check_counts(where: str, *, processes: int, devices: int | None, port: int | None) -> None:
@@ -189,8 +202,12 @@ def _find_code(supervision: _Supervision, blamed: Sequence[int]) -> tuple[int, b
     codes = supervision.find_codes()
     received = supervision.received
     killed = supervision.find_killed()
-    # That a process was killed here says nothing of it; a process that the guard named comes before others.
-    order = sorted(supervision.order, key=lambda rank: (rank in killed, rank not in blamed))
+
+    def priority(rank: int) -> tuple[bool, bool]:
+        # That a process was killed here says nothing of it; a process that the guard named comes before others.
+        return rank in killed, rank not in blamed
+
+    order = sorted(supervision.order, key=priority)
     failed = [rank for rank in order if codes[rank]]
     if not failed:
         return 0, received is not None
@@ -312,7 +329,9 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
             process_group=group,
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a word
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason: str | None = str(error)
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise ValueError(
             f"launch: the command must be an executable program; got {words[0]!r} ({reason}). Give its path and "
             "permission to run, or put its interpreter first, such as python or sh."
@@ -372,14 +391,16 @@ class _Supervision:
         """Passes on a signal, or notes the end of a process; the first signal or failure sets the deadline."""
         failed = False
         if isinstance(event, signal.Signals):
-            self.received = self.received or event
+            if self.received is None:
+                self.received = event
             for rank in self._running:
                 self._children[rank].send_signal(event)
         else:
             self._running.remove(event)
             self.order.append(event)
             failed = self._children[event].wait() != 0
-        if (self.received or failed) and self._steps and self._deadline == math.inf:
+        must_end = self.received is not None or failed
+        if must_end and self._steps and self._deadline == math.inf:
             self._deadline = time.monotonic() + self._grace
 
     def _take_step(self) -> None:

@@ -260,15 +260,18 @@ def _render_slurm(words: Sequence[str], processes: int, devices: int | None, nam
     if accelerator == "gpu":
         options.append(f"--gpus-per-task={devices}")
         # Under Slurm jax would use one device per process, the one with the process's index on its machine.
-        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(devices or 0)))
+        numbers = range(devices or 0)
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, numbers))
     # A requeued job has the same number, and would write over the output of its first run.
     options += ["--requeue", "--open-mode=append", f"--signal=TERM@{_NOTICE}"]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options),
-        "",
-        "# jax reads the coordinator, the number of processes and each one's index from Slurm's variables.",
-        *(f"export {variable}={value}" for variable, value in variables.items()),
+    lines = ["#!/bin/bash"]
+    for option in options:
+        lines.append(f"#SBATCH {option}")
+    lines.append("")
+    lines.append("# jax reads the coordinator, the number of processes and each one's index from Slurm's variables.")
+    for variable, value in variables.items():
+        lines.append(f"export {variable}={value}")
+    lines += [
         "# The secret that identifies the processes of the job.",
         f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "# srun returns the highest code of all processes: a fatal signal (132 to 139) of one would hide what the",

@@ -147,7 +147,9 @@ def describe_ends(first: int, codes: Sequence[int], received: signal.Signals | N
     """How the processes of a job ended, `first` before the others; those in `killed` by the launcher."""
     if set(codes) == {PREEMPTED}:
         return f"all processes were preempted, and exited with code {PREEMPTED}"
-    prefix = f"after {received.name} " if received else ""
+    prefix = ""
+    if received is not None:
+        prefix = f"after {received.name} "
     if first in killed:
         return prefix + _describe_killed(codes, killed)
     ends = {}

@@ -36,7 +36,9 @@ class Drift(NamedTuple):
     expected: int | None
 
     def __str__(self) -> str:
-        majority = "there is no majority" if self.expected is None else f"most replicas {self.expected:08x}"
+        majority = "there is no majority"
+        if self.expected is not None:
+            majority = f"most replicas {self.expected:08x}"
         return (
             f"{self.path} at {format_sizes(self.coordinates.items())} (device {self.device}, process {self.process}) "
             f"has checksum {self.checksum:08x}, and {majority}"
@@ -78,14 +80,16 @@ def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
     mesh, leaves = on_mesh("replica_drift", tree, mesh)
     if mesh is None:
         return []
-    specs = tuple(x.sharding.spec for _, x in leaves)
-    sums = shard_checksums([x for _, x in leaves], mesh=mesh, specs=specs)
+    arrays = [x for _, x in leaves]
+    specs = tuple(x.sharding.spec for x in arrays)
+    sums = shard_checksums(arrays, mesh=mesh, specs=specs)
     if not sums.addressable_shards:
         return []
     drifts: list[Drift] = []
-    # The checksums are [devices, leaves].
-    for (path, _), spec, leaf_sums in zip(leaves, specs, np.asarray(sums).T, strict=True):
-        drifts += _find_minority(path, spec, leaf_sums.reshape(mesh.devices.shape), mesh)
+    sums_of_leaves = np.asarray(sums).T  # [leaves, devices]
+    for (path, _), spec, leaf_sums in zip(leaves, specs, sums_of_leaves, strict=True):
+        sums_of_mesh = leaf_sums.reshape(mesh.devices.shape)
+        drifts += _find_minority(path, spec, sums_of_mesh, mesh)
     return drifts
 
 
@@ -107,7 +111,7 @@ def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
     """
     drifts = replica_drift(tree, mesh)
     if drifts:
-        texts = [str(drift) for drift in drifts[:8]]
+        texts = list(map(str, drifts[:8]))
         if len(drifts) > 8:
             texts.append(f"and {len(drifts) - 8} more")
         raise DriftError(
@@ -124,24 +128,29 @@ def _find_minority(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh)
     [[5, 8], [5, 9], [5, 8]]: the device at data=1, model=1 differs.
     """
     split_axes = all_axes(spec)
-    other_dims = tuple(dim for dim, axis in enumerate(mesh.axis_names) if axis not in split_axes)
+    replica_dims = []
+    for dim, axis in enumerate(mesh.axis_names):
+        if axis not in split_axes:
+            replica_dims.append(dim)
     # Replicas are equal if each equals the smallest of them; above, [[5, 8], [5, 9], [5, 8]] against [[5, 8]].
-    if (sums == sums.min(axis=other_dims, keepdims=True)).all():  # the usual case, on thousands of devices too
+    smallest = sums.min(axis=tuple(replica_dims), keepdims=True)
+    if (sums == smallest).all():  # the usual case, on thousands of devices too
         return
+    # The coordinates of the devices with one shard, by the place of their first: above (0, 0) and (0, 1).
     replicas: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for coordinates in np.ndindex(sums.shape):
-        shard = []
-        for axis, index in zip(mesh.axis_names, coordinates, strict=True):
-            if axis in split_axes:
-                shard.append(index)
-        replicas.setdefault(tuple(shard), []).append(coordinates)
+        first = list(coordinates)
+        for dim in replica_dims:
+            first[dim] = 0
+        replicas.setdefault(tuple(first), []).append(coordinates)
     for members in replicas.values():
-        expected = _find_majority([int(sums[coordinates]) for coordinates in members])
-        for coordinates in members:
-            if sums[coordinates] != expected:
+        checksums = [int(sums[coordinates]) for coordinates in members]
+        expected = _find_majority(checksums)
+        for coordinates, checksum in zip(members, checksums, strict=True):
+            if checksum != expected:
                 device = mesh.devices[coordinates]
-                where = dict(zip(mesh.axis_names, map(int, coordinates), strict=True))
-                yield Drift(path, where, device.id, device.process_index, int(sums[coordinates]), expected)
+                where = dict(zip(mesh.axis_names, coordinates, strict=True))
+                yield Drift(path, where, device.id, device.process_index, checksum, expected)
 
 
 def _find_majority(checksums: list[int]) -> int | None:

@@ -93,8 +93,12 @@ class TriageReport(NamedTuple):
         lines.append("not finite before the cross-device reduction:")
         cells = [("leaf", "where", "values", "first")]
         for row in self.rows[:_PRINTED]:
-            where = format_sizes(row.coordinates.items()) if row.coordinates else "everywhere"
-            first = str(list(row.first)) if row.first else ""
+            where = "everywhere"
+            if row.coordinates:
+                where = format_sizes(row.coordinates.items())
+            first = ""
+            if row.first:
+                first = str(list(row.first))
             cells.append((row.path, where, str(row.values), first))
         lines.append(table(cells))
         if len(self.rows) > _PRINTED:
@@ -200,22 +204,27 @@ def triage(
         microbatches = Microbatches(accumulate)
         specs = batch_specs(batch, placement.batch, mesh, accumulate)
         # As the step has it: in float16 a gradient may be infinite because of its loss scale alone.
-        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-
+        scale = jnp.float32(1)
+        if state.loss_scale:
+            scale = state.loss_scale.scale
+        carried_tree = None
         if reads:
             check_carried("triage", reads, None, state.carried)
-        carried = Carried("triage", state.carried if reads else None, state.params, placement)
+            carried_tree = state.carried
+        carried = Carried("triage", carried_tree, state.params, placement)
 
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             entered = enter(params, placement, policy)
-            run = carried.bind(grad_fn, kept, policy) if reads else grad_fn
+            run = grad_fn
+            if reads:
+                run = carried.bind(grad_fn, kept, policy)
             batch, means, grads = local_gradients(run, entered, batch, key, scale, placement, policy, microbatches)
             inspected = {
-                "params": map_layouts(lambda layout, x: _observe(stored_array(x), layout.rest), layouts, params),
-                "carried": jax.tree.map(lambda held, x: _observe(stored_array(x), held.spec), carried.storage, kept),
-                "batch": jax.tree.map(lambda spec, x: _observe(x, spec), specs, batch),
+                "params": map_layouts(_observe_param, layouts, params),
+                "carried": jax.tree.map(_observe_carried, carried.storage, kept),
+                "batch": jax.tree.map(_observe_batch, specs, batch),
                 "means": jax.tree.map(_observe, means),
-                "grads": map_layouts(lambda layout, x: _observe(x, layout.grad), layouts, grads),
+                "grads": map_layouts(_observe_grad, layouts, grads),
             }
             metrics = metrics_of(global_means(means, plan.batch_axes, plan.stage_axes))
             # What each device has observed is gathered, not reduced: a sum over devices would say that there is a NaN,
@@ -303,6 +312,22 @@ def _observe(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | Non
     return jnp.stack([count, *index])
 
 
+def _observe_param(layout: Any, x: Any) -> jax.Array | None:
+    return _observe(stored_array(x), layout.rest)
+
+
+def _observe_grad(layout: Any, x: jax.Array) -> jax.Array | None:
+    return _observe(x, layout.grad)
+
+
+def _observe_carried(storage: Any, x: Any) -> jax.Array | None:
+    return _observe(stored_array(x), storage.spec)
+
+
+def _observe_batch(spec: PartitionSpec, x: jax.Array) -> jax.Array | None:
+    return _observe(x, spec)
+
+
 def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[NonFinite]:
     """The places where a leaf is not finite, from the observations of all devices along the axes of `sizes`.
 
@@ -315,7 +340,8 @@ def _locate(path: str, observation: Any, sizes: Mapping[str, int]) -> Iterator[N
     differing_axes = []
     for number in range(counts.ndim):
         # [0] and not 0: the axis stays, of size 1, and all of its counts are compared with the first.
-        if (counts != counts.take([0], axis=number)).any():
+        first_counts = counts.take([0], axis=number)
+        if (counts != first_counts).any():
             differing_axes.append(number)
     firsts: dict[tuple[int, ...], tuple[int, ...]] = {}
     values: dict[tuple[int, ...], int] = {}

@@ -46,6 +46,13 @@ class Gap(NamedTuple):
         """The path after a space; nothing where the tree is one array."""
         return "" if self.path == path_name(()) else f" {self.path}"
 
+    @property
+    def excess(self) -> float:
+        """The difference by the allowed one. Where nothing is allowed, it is worse than any that exceeds a bound."""
+        if not self.allowed:
+            return float("inf")
+        return self.largest / self.allowed
+
     def __str__(self) -> str:
         place = f" at {list(self.worst)}" if self.worst else ""
         text = (
@@ -69,7 +76,11 @@ def is_spec_or_none(x: Any) -> bool:
 
 def replace_none(specs: Any) -> Any:
     """Specs with P() in place of None."""
-    return jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, specs, is_leaf=is_spec_or_none)
+
+    def replace(spec: Any) -> Any:
+        return PartitionSpec() if spec is None else spec
+
+    return jax.tree.map(replace, specs, is_leaf=is_spec_or_none)
 
 
 def list_leaves(tree: Any) -> list[tuple[str, np.ndarray]]:
@@ -167,14 +178,17 @@ def find_unequal_replicas(x: Any) -> tuple[int, int] | None:
     """The ids of two devices whose replicas of a shard of a global array differ in a bit; None if all are equal."""
     if not isinstance(x, jax.Array):
         return None
+    # For example, float32[8] over data=2 on a mesh data=2, model=2: devices 0 and 1 have replicas of the first half,
+    # devices 2 and 3 of the second.
     replicas: dict[str, list[Any]] = {}
     for shard in x.addressable_shards:
         # An index is a tuple of slices, which have no hash before Python 3.12.
         replicas.setdefault(str(shard.index), []).append(shard)
-    for copies in replicas.values():
-        number = find_other_bits([_fetch(shard.data) for shard in copies])
+    for shards in replicas.values():
+        copies = [_fetch(shard.data) for shard in shards]
+        number = find_other_bits(copies)
         if number:
-            return copies[0].device.id, copies[number].device.id
+            return shards[0].device.id, shards[number].device.id
     return None
 
 
@@ -186,42 +200,45 @@ def find_worst_gap(actual: Any, expected: Any, allow: Callable[[int, np.ndarray,
     `allow(number, leaf, overall)` is the largest difference for leaf `number` of the reference, one for all elements or
     one for each; `overall` is the largest magnitude of all leaves.
     """
-    expected_leaves = [y for _, y in list_leaves(expected)]
+    expected_leaves = list_leaves(expected)
     overall = 0.0
-    for y in expected_leaves:
+    for _, y in expected_leaves:
         if is_float(y):
             overall = max(overall, magnitude(y))
     worst: Gap | None = None
-    worst_excess = 0.0
-    for number, ((path, x), y) in enumerate(zip(list_leaves(actual), expected_leaves, strict=True)):
+    pairs = zip(list_leaves(actual), expected_leaves, strict=True)
+    for number, ((path, x), (_, y)) in enumerate(pairs):
         # argmax raises for an array without elements.
         if not x.size:
             continue
-        difference = distance(x, y)
         bound: Any = 0.0
         if is_float(y):
             bound = allow(number, y, overall)
-        bound = np.broadcast_to(bound, difference.shape)
-        # The element that exceeds its bound most; a leaf may have one bound for all elements or one for each.
-        index = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
-        if not difference[index] > bound[index]:
+        gap = _find_gap(path, x, y, bound)
+        if gap is None:
             continue
-        # Where nothing is allowed, a difference is worse than any that exceeds a bound.
-        excess = np.inf
-        if bound[index]:
-            excess = difference[index] / bound[index]
-        if worst is None or excess > worst_excess:
-            worst_excess = excess
-            worst = Gap(
-                path=path,
-                largest=float(difference[index]),
-                allowed=float(bound[index]),
-                worst=tuple(int(i) for i in index),
-                actual=x[index],
-                expected=y[index],
-                factor=constant_factor(x, y),
-            )
+        if worst is None or gap.excess > worst.excess:
+            worst = gap
     return worst
+
+
+def _find_gap(path: str, x: np.ndarray, y: np.ndarray, bound: Any) -> Gap | None:
+    """The element of a leaf that exceeds its bound most; None if no element does."""
+    difference = distance(x, y)
+    bound = np.broadcast_to(bound, difference.shape)
+    flat_index = int(np.argmax(difference - bound))
+    index = np.unravel_index(flat_index, difference.shape)
+    if not difference[index] > bound[index]:
+        return None
+    return Gap(
+        path=path,
+        largest=float(difference[index]),
+        allowed=float(bound[index]),
+        worst=tuple(map(int, index)),
+        actual=x[index],
+        expected=y[index],
+        factor=constant_factor(x, y),
+    )
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -255,13 +272,15 @@ def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
     x = _widen(x).ravel()
     y = _widen(y).ravel()
     size = float(np.vdot(y, y).real)
-    if not size or not np.isfinite(x).all() or not np.isfinite(size):
+    is_finite = np.isfinite(x).all() and np.isfinite(size)
+    if not size or not is_finite:
         return None
     factor = float(np.vdot(y, x).real) / size
     remainder = np.max(np.abs(x - factor * y))
     # Because of the 1e-3, a leaf that is zero except for rounding is 0 times the reference. By its own factor, perhaps
     # 1e-7, hardly any remainder would be allowed.
-    fits = remainder <= 1e-2 * max(abs(factor), 1e-3) * np.max(np.abs(y))
+    allowed = 1e-2 * max(abs(factor), 1e-3)
+    fits = remainder <= allowed * np.max(np.abs(y))
     if fits and abs(factor - 1) > 1e-2:
         return factor
     return None
@@ -282,7 +301,9 @@ def format_factor(factor: float) -> str:
 
 
 def _widen(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+    if np.iscomplexobj(x):
+        return np.asarray(x).astype(np.complex128)
+    return np.asarray(x).astype(np.float64)
 
 
 def _format_number(x: Any) -> str:

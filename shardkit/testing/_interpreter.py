@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, TABLE, registered
-from shardkit.meshes.layout import all_axes, spec_axes
+from shardkit.meshes.layout import all_axes, split_dims
 from shardkit.testing._compare import distance, find_other_bits, is_float
 from shardkit.testing._kernels import explain_error
 
@@ -34,12 +34,15 @@ def interpret(function: Callable[..., Any], mesh: Any, note: Note) -> Callable[.
     """`function`, with its shard_maps over `mesh` interpreted on one device; its derivatives stay the same."""
 
     def run(*args: Any) -> Any:
+        # Traced with its shard_maps, which are interpreted below: so jax checks varying types and differentiates as on
+        # a real mesh.
         with jax.sharding.use_abstract_mesh(mesh):  # in place of the caller's mesh
             try:
                 closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
             except (AssertionError, NotImplementedError) as error:
                 raise explain_error("emulate", error, mesh) from error
-        inputs = [jnp.asarray(x) for x in (*closed.consts, *jax.tree.leaves(args))]
+        leaves = jax.tree.leaves(args)
+        inputs = [jnp.asarray(x) for x in [*closed.consts, *leaves]]
         outputs = _make_function(closed.jaxpr, mesh, note)(*inputs)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
@@ -59,17 +62,22 @@ def _make_function(jaxpr: Any, mesh: Any, note: Note) -> ArrayFunction:
     count = len(jaxpr.constvars)
 
     def run_with_shard_maps(*xs: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, xs[:count], *xs[count:])
+        constants = xs[:count]
+        arguments = xs[count:]
+        return jax.core.eval_jaxpr(jaxpr, constants, *arguments)
 
     def run_on_one_device(*xs: Any) -> list[Any]:
         constants = list(xs[:count])
-        return _Emulator(note).run(ClosedJaxpr(jaxpr, constants), xs[count:])
+        arguments = xs[count:]
+        return _Emulator(note).run(ClosedJaxpr(jaxpr, constants), arguments)
 
     rules = _find_custom_derivatives(jaxpr)
     if not rules:
         return run_on_one_device
     # jax 0.12 linearizes while it traces, and cannot transpose a rule that calls custom_jvp again.
-    if jax.__version_info__ >= (0, 11) or any("jvp" not in name for name in rules):
+    can_transpose_jvp = jax.__version_info__ < (0, 11)
+    has_only_jvps = all("jvp" in name for name in rules)
+    if not (can_transpose_jvp and has_only_jvps):
 
         def run_and_save(*xs: Any) -> tuple[list[Any], tuple[Any, ...]]:
             return run_on_one_device(*xs), xs
@@ -104,14 +112,16 @@ def _needs_shard_map(jaxpr: Any) -> bool:
 
 def _push_forward(original: ArrayFunction, mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
     """The results and their tangents: the JVP of the original, traced and interpreted in the same way."""
-    is_float_primal = [is_float(x) for x in primals]
+    is_float_primal = _mark_floats(primals)
 
     def compute_both(primals: Any, float_tangents: Any) -> Any:
         float_primals = _select(primals, is_float_primal)
         restricted = restrict_to_floats(original, primals)
         float_outs, out_tangents = jax.jvp(restricted, (float_primals,), (float_tangents,))
         # The JVP has the floating-point results alone; integers and booleans come from the original.
-        return _replace_floats(original(*primals), float_outs), out_tangents
+        outs = original(*primals)
+        outs = _replace_floats(outs, float_outs, _mark_floats(outs))
+        return outs, out_tangents
 
     float_tangents = _select(tangents, is_float_primal)
     outs, out_tangents = interpret(compute_both, mesh, note)(list(primals), float_tangents)
@@ -119,26 +129,29 @@ def _push_forward(original: ArrayFunction, mesh: Any, note: Note, primals: Any, 
     zeros = []
     for y in outs:
         zeros.append(np.zeros(jnp.shape(y), jax.dtypes.float0))
-    is_float_out = [is_float(y) for y in outs]
-    return outs, _replace_floats(zeros, out_tangents, is_float_out)
+    tangents_of_outs = _replace_floats(zeros, out_tangents, _mark_floats(outs))
+    return outs, tangents_of_outs
 
 
 def _pull_back(original: ArrayFunction, mesh: Any, note: Note, primals: Any, cotangents: Any) -> Any:
     """The gradients of the arguments: the VJP of the original, traced and interpreted in the same way."""
-    is_float_primal = [is_float(x) for x in primals]
+    is_float_primal = _mark_floats(primals)
 
     def compute_gradients(primals: Any, float_cotangents: Any) -> Any:
         float_primals = _select(primals, is_float_primal)
-        _, vjp = jax.vjp(restrict_to_floats(original, primals), float_primals)
+        restricted = restrict_to_floats(original, primals)
+        _, vjp = jax.vjp(restricted, float_primals)
         (grads,) = vjp(float_cotangents)
         return grads
 
+    # The cotangent of an integer result is float0.
     is_float_cotangent = [jnp.result_type(c) != jax.dtypes.float0 for c in cotangents]
     float_cotangents = _select(cotangents, is_float_cotangent)
     grads = interpret(compute_gradients, mesh, note)(list(primals), float_cotangents)
     # To jax, None is a zero gradient of any dtype, so that an integer needs no float0 of its shape.
     no_gradients = [None] * len(primals)
-    return tuple(_replace_floats(no_gradients, grads, is_float_primal))
+    grads = _replace_floats(no_gradients, grads, is_float_primal)
+    return tuple(grads)
 
 
 def restrict_to_floats(original: ArrayFunction, primals: Any) -> Callable[[list[Any]], list[Any]]:
@@ -149,21 +162,25 @@ def restrict_to_floats(original: ArrayFunction, primals: Any) -> Callable[[list[
     """
 
     def compute_floats(floats: list[Any]) -> list[Any]:
-        outs = original(*_replace_floats(primals, floats))
-        return [y for y in outs if is_float(y)]
+        arguments = _replace_floats(primals, floats, _mark_floats(primals))
+        outs = original(*arguments)
+        return _select(outs, _mark_floats(outs))
 
     return compute_floats
 
 
+def _mark_floats(values: Any) -> list[bool]:
+    """A mask: which of the values have a derivative."""
+    return [is_float(x) for x in values]
+
+
 def _select(values: Any, mask: Sequence[bool]) -> list[Any]:
     """The values where the mask is True."""
-    return [x for x, selected in zip(values, mask, strict=True) if selected]
+    return list(itertools.compress(values, mask))
 
 
-def _replace_floats(values: Any, floats: Any, mask: Sequence[bool] | None = None) -> list[Any]:
-    """The values with `floats`, in order, where the mask is True; by default where the values are floats."""
-    if mask is None:
-        mask = [is_float(x) for x in values]
+def _replace_floats(values: Any, floats: Any, mask: Sequence[bool]) -> list[Any]:
+    """The values with `floats`, in order, where the mask is True."""
     remaining = iter(floats)
     replaced = []
     for x, is_replaced in zip(values, mask, strict=True):
@@ -208,7 +225,8 @@ class _Emulator(JaxprInterpreter[Any]):
             return operands
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)
-        if not any(_needs_shard_map(jaxpr) for _, jaxpr in compat.inner_jaxprs(equation)):
+        inner_jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+        if not any(map(_needs_shard_map, inner_jaxprs)):
             return _bind_without_mesh(equation, operands)
         if name == compat.SOLVE:
             (solve,) = compat.inner_programs(equation)
@@ -265,15 +283,18 @@ class _Emulator(JaxprInterpreter[Any]):
         def run_device(_: Any, *leaves: Any) -> list[Any]:
             return self.run(body, leaves)
 
-        # The last axis of the mesh is the innermost vmap: so each vmap maps dim 0 of its arrays.
+        # The last axis of the mesh is the innermost vmap: so each vmap maps dim 0 of its arrays. The first argument,
+        # `devices`, has every axis, so that each vmap maps at least one.
         run_devices = run_device
         for name in reversed(sizes):
-            in_axes = [0 if name in all_axes(spec) else None for spec in specs]
-            run_devices = jax.vmap(run_devices, in_axes=(0, *in_axes), axis_name=name)
+            in_axes: list[int | None] = [0]
+            for spec in specs:
+                is_split = name in all_axes(spec)
+                in_axes.append(0 if is_split else None)
+            run_devices = jax.vmap(run_devices, in_axes=tuple(in_axes), axis_name=name)
         shards = []
         for x, spec in zip(operands, specs, strict=True):
             shards.append(split_shards(x, spec, sizes))
-        # The first argument has every axis, so that each vmap maps at least one.
         devices = jnp.zeros(tuple(sizes.values()), jnp.int8)
         # jax keeps the names that vmap binds in the order in which it first met them. That of this mesh decides.
         with jax.sharding.use_abstract_mesh(compat.abstract_mesh_of(params["mesh"])):
@@ -288,10 +309,13 @@ def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
     name = equation.primitive.name
     row = registered(name)
     if row.emulate is None:
-        known = sorted(primitive.name for primitive in TABLE.values() if primitive.emulate and not primitive.starts)
+        names = []
+        for primitive in TABLE.values():
+            if primitive.emulate and not primitive.starts:
+                names.append(primitive.name)
         raise ValueError(
-            f"emulate: a collective must be one of {quote(known)}; got {name}. Run the kernel with jax.shard_map on "
-            "simulated devices."
+            f"emulate: a collective must be one of {quote(sorted(names))}; got {name}. Run the kernel with "
+            "jax.shard_map on simulated devices."
         )
     groups = equation.params.get("axis_index_groups")
     if groups is not None:
@@ -299,16 +323,21 @@ def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
             f"emulate: {name} must run over whole axes; got axis_index_groups {groups}. Make the groups an axis of the "
             "mesh."
         )
-    return [row.emulate(x, mesh_axes(equation), equation.params) for x in operands]
+    axes = mesh_axes(equation)
+    return [row.emulate(x, axes, equation.params) for x in operands]
 
 
 def _bind_without_mesh(equation: Any, operands: list[Any]) -> list[Any]:
     """Binds the primitive itself; `compat.bind` would restore the mesh."""
+    primitive = equation.primitive
     params = {}
     for name, value in equation.params.items():
-        params[name] = None if isinstance(value, NamedSharding) else value
-    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
-    return list(results) if equation.primitive.multiple_results else [results]
+        has_mesh = isinstance(value, NamedSharding)
+        params[name] = None if has_mesh else value
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    if primitive.multiple_results:
+        return list(results)
+    return [results]
 
 
 def _compare_devices(x: Any, equation: Any, note: Note) -> None:
@@ -341,7 +370,8 @@ def _compare_devices(x: Any, equation: Any, note: Note) -> None:
 
 def add_mesh_dims(tree: Any, axes: int) -> Any:
     """The results of one device with a dim of size 1 for each mesh axis, over which out_specs stacks them."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(axes))), tree)
+    dims = tuple(range(axes))
+    return jax.tree.map(lambda x: jnp.expand_dims(x, dims), tree)
 
 
 def split_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
@@ -351,16 +381,17 @@ def split_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
     come first already; with P("b", "a") it is reshaped to [2, 4, 2, 3] and transposed to [2 (a), 2 (b), 4, 3].
     """
     shape: list[int] = []
+    local_dims: list[int] = []
     dim_of_axis: dict[str, int] = {}
-    for dim, axes in enumerate(_axes_of_dims(spec, x.ndim)):
-        local_size = x.shape[dim]
-        for axis in axes:
+    axes_of_dim = split_dims(spec)
+    for dim, local_size in enumerate(x.shape):
+        for axis in axes_of_dim.get(dim, ()):
             dim_of_axis[axis] = len(shape)
             shape.append(sizes[axis])
             local_size //= sizes[axis]
+        local_dims.append(len(shape))
         shape.append(local_size)
     mesh_dims = [dim_of_axis[name] for name in sizes if name in dim_of_axis]
-    local_dims = [dim for dim in range(len(shape)) if dim not in mesh_dims]
     return x.reshape(shape).transpose(mesh_dims + local_dims)
 
 
@@ -370,18 +401,23 @@ def join_shards(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
     For example, [2 (a), 2 (b), 4, 3] with P("b") on a=2, b=2: the first device along a has [2 (b), 4, 3], in which the
     dim of b comes directly before the one that it splits already; reshaped it is [8, 3].
     """
-    split_axes = [name for name in sizes if name in all_axes(spec)]
-    index = tuple(slice(None) if name in split_axes else 0 for name in sizes)
+    split_axes: list[str] = []
+    index: list[Any] = []
+    for name in sizes:
+        if name in all_axes(spec):
+            split_axes.append(name)
+            index.append(slice(None))
+        else:
+            index.append(0)
+    shards = x[tuple(index)]  # [*sizes of the axes that split it, *local shape]
     local_shape = x.shape[len(sizes) :]
     order: list[int] = []
     shape: list[int] = []
-    for dim, axes in enumerate(_axes_of_dims(spec, len(local_shape))):
-        order += [split_axes.index(axis) for axis in axes]
+    axes_of_dim = split_dims(spec)
+    for dim, size in enumerate(local_shape):
+        for axis in axes_of_dim.get(dim, ()):
+            order.append(split_axes.index(axis))
+            size *= sizes[axis]
         order.append(len(split_axes) + dim)
-        shape.append(local_shape[dim] * math.prod(sizes[axis] for axis in axes))
-    return x[index].transpose(order).reshape(shape)
-
-
-def _axes_of_dims(spec: PartitionSpec, dims: int) -> list[tuple[str, ...]]:
-    """The axes that split each dim, also of dims that the spec leaves out."""
-    return spec_axes(spec) + [()] * (dims - len(spec))
+        shape.append(size)
+    return shards.transpose(order).reshape(shape)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -21,7 +20,7 @@ from jax.tree_util import keystr
 
 from shardkit._arguments.checks import divides, format_count, format_sizes, name_axes, quote
 from shardkit._jax import compat
-from shardkit.meshes.layout import all_axes, broadcast_specs, check_spec, split_dims
+from shardkit.meshes.layout import all_axes, broadcast_specs, check_spec, count_devices, split_dims
 from shardkit.on_device.means import describe_type
 from shardkit.testing._compare import is_spec_or_none, replace_none
 
@@ -127,8 +126,8 @@ def explain_error(where: str, error: Exception, mesh: Mesh | AbstractMesh) -> Ex
     """An error that jax raises without a message, with a message; any other unchanged."""
     jax_folder = Path(jax.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
-    outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
     # The innermost frame outside of jax is the line of the kernel that calls it.
+    outside_jax = [frame for frame in frames if jax_folder not in Path(frame.filename).parents]
     caller = outside_jax[-1]
     if str(error) or caller is frames[-1]:  # it has a message, or jax did not raise it
         return error
@@ -176,7 +175,7 @@ def _check_sizes(
     if not divided:  # a result is a device's piece, of any size
         return
     for dim, axes in split_dims(spec).items():
-        divides(where, dim, shape[dim], axes, math.prod(mesh.shape[axis] for axis in axes))
+        divides(where, dim, shape[dim], axes, count_devices(mesh, axes))
 
 
 def _check_replicated(where: str, spec: PartitionSpec, y: Any) -> None:
@@ -210,11 +209,14 @@ def _is_array(x: Any) -> bool:
 
 
 def _describe(x: Any) -> str:
-    return repr(x) if isinstance(x, str) else f"a {type(x).__name__}"
+    if isinstance(x, str):
+        return repr(x)
+    return f"a {type(x).__name__}"
 
 
 def _shapes(args: Any) -> str:
-    return ", ".join(describe_type(x) for x in jax.tree.leaves(args)) or "nothing"
+    shapes = map(describe_type, jax.tree.leaves(args))
+    return ", ".join(shapes) or "nothing"
 
 
 def _entries(specs: Any) -> str:
@@ -226,4 +228,4 @@ def _entries(specs: Any) -> str:
 
 
 def _are(count: int) -> str:
-    return f"are {count}" if count != 1 else "is 1"
+    return "is 1" if count == 1 else f"are {count}"

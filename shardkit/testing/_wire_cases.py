@@ -13,7 +13,6 @@ different, so that an element left over from an old round is wrong too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,10 +26,12 @@ from shardkit._arguments.checks import quote
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
 from shardkit._jax.primitives import registered
+from shardkit.meshes.layout import count_devices
 
 # Collectives for which this check cannot make operands: offsets that come from data, values typed as unreduced.
 _LEFT_OUT = ("ragged_all_to_all", "all_gather_reduced", "unreduced_psum", "unreduced_reduce_scatter")
 _PRIMES = (7, 13, 113, 251, 2039, 16381)
+_COMBINE = {"sum": jnp.add, "maximum": jnp.maximum, "minimum": jnp.minimum}
 
 
 class WireCase(NamedTuple):
@@ -63,7 +64,7 @@ class WireCase(NamedTuple):
         groups = self.params.get("axis_index_groups")
         if groups is not None:
             return np.asarray(groups)
-        devices = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        devices = count_devices(self.mesh, self.axes)
         return np.arange(devices)[None]
 
     def __str__(self) -> str:
@@ -73,7 +74,9 @@ class WireCase(NamedTuple):
     def send(self, x: jax.Array) -> jax.Array:
         """The collective itself."""
         out = self.primitive.bind(x, **self.primitive.get_bind_params(self.params))
-        return out[0] if self.primitive.multiple_results else out
+        if self.primitive.multiple_results:
+            (out,) = out
+        return out
 
 
 def _axis_names(axes: Any) -> list[str]:
@@ -99,15 +102,15 @@ def list_collectives(jaxpr: Any) -> tuple[list[WireCase], tuple[str, ...]]:
         mesh, check_vma = _find_mesh(site)
         # A psum of several arrays at once is checked array by array.
         for operand in equation.invars:
-            case = WireCase(equation.primitive, equation.params, operand.aval, mesh, check_vma)
-            if not _find_largest_integer(case.aval.dtype):
+            aval = operand.aval
+            case = WireCase(equation.primitive, equation.params, aval, mesh, check_vma)
+            members = case.groups.shape[1]
+            if not _find_largest_integer(aval.dtype):
                 unchecked[str(case)] = None
-                continue
-            sends = case.groups.shape[1] > 1 and case.aval.size > 0
-            if sends:
+            elif members > 1 and aval.size > 0:
                 # As text, because a parameter may be a list or another value without a hash.
                 params = str(sorted(equation.params.items(), key=str))
-                cases.setdefault((site.name, params, operand.aval.str_short(), mesh), case)
+                cases.setdefault((site.name, params, aval.str_short(), mesh), case)
     return list(cases.values()), tuple(unchecked)
 
 
@@ -225,8 +228,7 @@ def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, n
 
     match case.row.kind:
         case "all_reduce":
-            combine = {"sum": jnp.add, "maximum": jnp.maximum, "minimum": jnp.minimum}[case.row.reduces]
-            return reduce(combine)
+            return reduce(_COMBINE[case.row.reduces])
         case "reduce_scatter":
             total = reduce(jnp.add)
             return _take_piece(total, params["scatter_dimension"], rank, count, params["tiled"])
@@ -242,7 +244,8 @@ def _compute_result(case: WireCase, integers: WireIntegers, device: jax.Array, n
         case "broadcast":
             return send(members[params["source"]])
     # A ppermute: its pairs name devices by their index along the axes. It has no groups, so that rank is this index.
-    # -1 stays where no device sends to: jax gives zeros there.
+    # -1 stays where no device sends to: jax gives zeros there. For example, the pairs (0, 1) and (1, 2) of 3 devices
+    # give the sources -1 0 1.
     sources = np.full(count, -1)
     for source, target in params["perm"]:
         sources[target] = source
@@ -297,8 +300,9 @@ def _join(pieces: jax.Array, dim: int, tiled: bool) -> jax.Array:
     if not tiled:
         return stacked
     # The number of the piece stands directly before its rows, so that a reshape joins them.
-    count, size = stacked.shape[dim : dim + 2]
-    shape = (*stacked.shape[:dim], count * size, *stacked.shape[dim + 2 :])
+    shape = list(stacked.shape)
+    count = shape.pop(dim)
+    shape[dim] *= count
     return stacked.reshape(shape)
 
 
@@ -361,11 +365,12 @@ class WireProgram:
         for shard in values.addressable_shards:
             values_of_device[shard.device] = np.asarray(shard.data)[0]
         for shard in positions.addressable_shards:
-            positions_here = np.asarray(shard.data)[0]
-            values_here = values_of_device[shard.device]
-            for case, (wrong, first), pair in zip(self.cases, positions_here, values_here, strict=True):
+            device_positions = np.asarray(shard.data)[0]  # [collectives, 2]
+            device_values = values_of_device[shard.device]
+            for case, position, pair in zip(self.cases, device_positions, device_values, strict=True):
+                wrong, first = map(int, position)
                 if wrong:
-                    return self._describe_fault(case, shard.device, int(wrong), int(first), pair, number)
+                    return self._describe_fault(case, shard.device, wrong, first, pair, number)
         return ""
 
     def _describe_fault(

@@ -102,9 +102,11 @@ def assert_matches_reference(
     check_arity(_WHERE, "reference", reference, args)
     mapped = _map_kernel(kernel, mesh, _HashableSpecs.of(in_specs), _HashableSpecs.of(out_specs), check_vma)
     results = wrap_reference(_WHERE, reference)(*args)
-    expected = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), results)
+    expected = jax.tree.map(_as_array, results)
     comparison = _choose_tolerance(mesh, args, expected, summands)
-    modes = ["under jit", "eagerly"] if eager else ["under jit"]
+    modes = ["under jit"]
+    if eager:
+        modes.append("eagerly")
     for mode in modes:
         results = _choose_mode(mapped, mode)(*args)
         comparison.check(results, expected, f"{mode}, the result")
@@ -123,6 +125,13 @@ def assert_matches_reference(
     for mode in modes:
         results = _choose_mode(backward, mode)(leaves, cotangents)
         comparison.check(results, gradients, f"{mode}, the gradient of argument")
+
+
+def _as_array(x: Any) -> Any:
+    """Numbers as jax's arrays; arrays, of NumPy too, as they are, since jax would make float64 float32."""
+    if hasattr(x, "dtype"):
+        return x
+    return jnp.asarray(x)
 
 
 class _Comparison(NamedTuple):
@@ -185,7 +194,8 @@ def _choose_tolerance(mesh: Mesh, args: Any, expected: Any, summands: int | None
     arrays = [x for _, x in list_leaves((list(args), expected))]
     # A sum over elements of one array has no more terms than the largest array has elements.
     if summands is None:
-        summands = max((x.size for x in arrays), default=1)
+        element_counts = [x.size for x in arrays]
+        summands = max(element_counts, default=1)
     coarsest = 0.0
     for x in arrays:
         if is_float(x):
@@ -198,6 +208,7 @@ def _draw_cotangents(expected: Any) -> list[Any]:
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # not a seed that the caller is likely to use
     cotangents = []
     for y in jax.tree.leaves(expected):
+        # Also for an integer leaf, whose draw is not used: so the others' do not depend on it.
         draw = rng.normal(size=np.shape(y))
         if jnp.iscomplexobj(y):  # a real one is its own conjugate
             draw = draw + 1j * rng.normal(size=np.shape(y))
@@ -250,7 +261,8 @@ def _make_vjp(fn: Any, structure: Any) -> Callable[..., Any]:
     """The VJP of `fn` for the floating-point leaves of its arguments: (leaves, cotangents) -> gradients."""
 
     def call_flat(*leaves: Any) -> list[Any]:
-        out = fn(*jax.tree.unflatten(structure, leaves))
+        args = jax.tree.unflatten(structure, leaves)
+        out = fn(*args)
         return [jnp.asarray(y) for y in jax.tree.leaves(out)]
 
     def compute_gradients(leaves: list[Any], cotangents: list[Any]) -> Any:
@@ -265,7 +277,10 @@ def _make_vjp(fn: Any, structure: Any) -> Callable[..., Any]:
         grads = []
         for x in leaves:
             # None is an empty subtree: an integer argument has no leaf among the gradients that are compared.
-            grads.append(next(remaining) if is_float(x) else None)
+            grad = None
+            if is_float(x):
+                grad = next(remaining)
+            grads.append(grad)
         return jax.tree.unflatten(structure, grads)
 
     return compute_gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,12 +98,14 @@ def certify_gradients(
         ({'data': 1}, {'data': 2})
     """
     __tracebackhide__ = True
-    axes = axis_names("certify_gradients", axes if isinstance(axes, str) else tuple(axes))
+    if not isinstance(axes, str):
+        axes = tuple(axes)
+    axes = axis_names("certify_gradients", axes)
     count = _count_devices(devices)
     check_relative("certify_gradients", relative)
     _check_params(params)
     if batch_spec is None:
-        batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
+        batch_spec = jax.tree.map(partial(_split_examples, axes[0]), batch)
     arguments = (params, batch)
     specs = _complete_specs(param_specs, batch_spec, arguments, axes)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
@@ -123,13 +126,20 @@ def certify_gradients(
     if mistakes:
         raise AssertionError(_report(mistakes))
     # On a mesh of one device every reduction is the identity, so that it alone proves nothing.
-    largest = max((math.prod(sizes.values()) for sizes in proved), default=0)
-    if largest <= 1:
+    device_counts = [math.prod(sizes.values()) for sizes in proved]
+    if max(device_counts, default=0) <= 1:
         raise ValueError(
             f"certify_gradients: the batch and the parameters must be divisible by {name_axes(tuple(axes))}; they fit "
             f"no mesh of 2 to {count} devices. Pass larger arrays or other specs."
         )
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
+
+
+def _split_examples(axis: str, x: Any) -> PartitionSpec:
+    """The spec of a leaf of the batch where the caller names none: its examples over the axis."""
+    if np.ndim(x):
+        return PartitionSpec(axis)
+    return PartitionSpec()
 
 
 def _check_params(params: Any) -> None:
@@ -152,14 +162,20 @@ def _complete_specs(param_specs: Any, batch_spec: Any, arguments: Any, axes: Seq
     specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
     # Whether a spec fits an array's dims does not depend on the sizes of the axes.
     mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), tuple(axes))
-    jax.tree.map(lambda x, spec: check_spec("certify_gradients", spec, mesh, np.ndim(x)), arguments, specs)
+
+    def check_leaf(x: Any, spec: PartitionSpec) -> None:
+        check_spec("certify_gradients", spec, mesh, np.ndim(x))
+
+    jax.tree.map(check_leaf, arguments, specs)
     return specs
 
 
 def _count_devices(devices: int | None) -> int:
     """How many devices to use."""
     available = len(jax.devices())
-    count = available if devices is None else devices
+    count = devices
+    if count is None:
+        count = available
     if not 2 <= count <= available:
         raise ValueError(
             f"certify_gradients: devices must be between 2 and the number of devices, {available}; got {count}. "
@@ -210,7 +226,8 @@ def _divides(sizes: dict[str, int], x: Any, spec: PartitionSpec) -> bool:
     """Whether the axes of a mesh divide the dims that they split."""
     # A spec may have fewer entries than the array has dims. No axis splits the others.
     for size, axes in zip(np.shape(x), spec_axes(spec), strict=False):
-        if size % math.prod(sizes[axis] for axis in axes):
+        pieces = math.prod(sizes[axis] for axis in axes)
+        if size % pieces:
             return False
     return True
 
@@ -241,22 +258,25 @@ def _split_gradient(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -
     split_axes = all_axes(spec)
     missing_dims = [dim for dim, name in enumerate(sizes) if name not in split_axes]
     shards = np.expand_dims(shards, missing_dims)
+    mesh_shape = tuple(sizes.values())
     local_shape = shards.shape[len(sizes) :]
-    return np.broadcast_to(shards, (*sizes.values(), *local_shape))
+    return np.broadcast_to(shards, mesh_shape + local_shape)
 
 
 def _diagnose(grads: Any, expected: Any, sizes: dict[str, int], relative: float) -> list[_Mistake]:
     """The wrong leaves of one mesh; gradients and the reference are [*sizes, *local shape]."""
-    actual_leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
-    expected_leaves, _ = jax.tree_util.tree_flatten_with_path(expected)
-    if [path for path, _ in actual_leaves] != [path for path, _ in expected_leaves]:
+    actual_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    if actual_paths != paths:
         raise AssertionError(
             "certify_gradients: the gradients must be a pytree like the parameters; got "
             f"{jax.tree.structure(grads)}. Return one gradient for each parameter."
         )
     mistakes = []
-    overall = max((magnitude(y) for _, y in expected_leaves), default=0.0)
-    for (path, x), (_, y) in zip(actual_leaves, expected_leaves, strict=True):
+    actual_leaves = jax.tree.leaves(grads)
+    expected_leaves = jax.tree.leaves(expected)
+    overall = max(map(magnitude, expected_leaves), default=0.0)
+    for path, x, y in zip(paths, actual_leaves, expected_leaves, strict=True):
         x = np.asarray(x)
         if x.shape != y.shape:
             local_dims = slice(len(sizes), None)
@@ -338,21 +358,26 @@ def _explain_factor(factor: float, sizes: dict[str, int]) -> str:
 
     For example, 1/2 with data=4, model=2 is model to the power -1, and 8 is data and model to the power 1 each.
     """
-    split = [(name, size) for name, size in sizes.items() if size > 1]
-    if not split:
+    names = [name for name, size in sizes.items() if size > 1]
+    if not names:
         return "already on one device, so no axis is to blame"
     # A mistake of one axis is likelier than one of several, and a missing sum likelier than two.
-    all_powers = itertools.product((0, 1, -1, 2, -2), repeat=len(split))
-    for powers in sorted(all_powers, key=lambda powers: sum(map(abs, powers))):
+    all_powers = itertools.product((0, 1, -1, 2, -2), repeat=len(names))
+    for powers in sorted(all_powers, key=_count_mistakes):
         product = 1.0
         explanations = []
-        for (name, size), power in zip(split, powers, strict=True):
-            product *= float(size) ** power
+        for name, power in zip(names, powers, strict=True):
+            product *= float(sizes[name]) ** power
             if power:
-                explanations.append(_explain_power(name, size, power))
+                explanations.append(_explain_power(name, sizes[name], power))
         if explanations and math.isclose(product, factor, rel_tol=0.02):
             return " and ".join(explanations)
     return "no axis explains this factor"
+
+
+def _count_mistakes(powers: Sequence[int]) -> int:
+    """The sums that are missing or too many: of the powers (1, -2) these are 3."""
+    return sum(map(abs, powers))
 
 
 def _explain_power(name: str, size: int, power: int) -> str:
@@ -370,10 +395,11 @@ def _report(mistakes: list[_Mistake]) -> str:
     """Each kind of error on the simplest mesh that shows it; leaves with the same error together."""
     lines: list[str] = []
     explained_axes: dict[str, list[frozenset[str]]] = {}  # by path
-    for mistake in sorted(mistakes, key=lambda mistake: mistake.simplicity):
+    for mistake in sorted(mistakes, key=operator.attrgetter("simplicity")):
         axes = mistake.split_axes
         # What goes wrong over "data" alone also goes wrong over "data" and "model": it is reported once.
-        if any(simpler_axes <= axes for simpler_axes in explained_axes.get(mistake.path, ())):
+        simpler_axes = explained_axes.get(mistake.path, [])
+        if any(map(axes.issuperset, simpler_axes)):
             continue
         paths = []
         for same_mesh_mistake in mistakes:

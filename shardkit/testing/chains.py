@@ -40,9 +40,13 @@ class Op(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
-        options = [f"{name}={value!r}" for name, value in self.options]
-        return f"{self.kernel}({', '.join(['x', axes, *options])})"
+        axes: Any = self.axes
+        if len(axes) == 1:
+            (axes,) = axes
+        arguments = ["x", repr(axes)]
+        for name, value in self.options:
+            arguments.append(f"{name}={value!r}")
+        return f"{self.kernel}({', '.join(arguments)})"
 
 
 class BlockState(NamedTuple):
@@ -71,9 +75,14 @@ class Chain(NamedTuple):
     seed: int
 
     def __str__(self) -> str:
-        mesh = format_sizes(self.sizes.items())
-        block = f"x: {self.dtype}[{', '.join(map(str, self.shape))}] on each device, seed {self.seed}"
-        return "\n".join([f"mesh {mesh}", block, *(f"x = {op}" for op in self.ops)])
+        shape = ", ".join(map(str, self.shape))
+        lines = [
+            f"mesh {format_sizes(self.sizes.items())}",
+            f"x: {self.dtype}[{shape}] on each device, seed {self.seed}",
+        ]
+        for op in self.ops:
+            lines.append(f"x = {op}")
+        return "\n".join(lines)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -128,15 +137,18 @@ def legal_ops(state: BlockState, axes: tuple[str, ...], sizes: Mapping[str, int]
     if state.dtype == "bool":
         ops.append(("all_reduce", {"op": "any"}))
         ops.append(("all_reduce", {"op": "all"}))
-    ops += [("all_gather", {"dim": dim}) for dim in dims]
+    for dim in dims:
+        ops.append(("all_gather", {"dim": dim}))
     for by, wrap in itertools.product((1, -1, 2), (True, False)):
         ops.append(("shift", {"by": by, "wrap": wrap}))
-    ops += [("broadcast", {"source": source}) for source in sorted({0, n - 1})]
+    for source in sorted({0, n - 1}):
+        ops.append(("broadcast", {"source": source}))
     for op, exclusive in itertools.product(("sum", "max"), (False, True)):
         ops.append(("prefix_scan", {"op": op, "exclusive": exclusive}))
     for dim, wrap in itertools.product(dims, (True, False)):
         ops.append(("halo_exchange", {"dim": dim, "wrap": wrap}))
-    ops += [("gather_to_one", {"dim": dim, "target": n - 1}) for dim in dims]
+    for dim in dims:
+        ops.append(("gather_to_one", {"dim": dim, "target": n - 1}))
     # Last, because they do not always fit: the others keep their index while an example shrinks.
     for dim, op in itertools.product(dims, ("sum", "mean")):
         ops.append(("reduce_scatter", {"dim": dim, "op": op}))
@@ -162,11 +174,15 @@ def _fits(state: BlockState, op: Op, n: int) -> bool:
     if op.kernel == "prefix_scan" and options == {"op": "max", "exclusive": True}:
         return False  # starts from minus infinity
     result = _apply_op(state, op, n)
-    return math.prod(result.shape) <= _LARGEST_BLOCK and result.bits <= _BITS[result.dtype]
+    is_small = math.prod(result.shape) <= _LARGEST_BLOCK
+    is_exact = result.bits <= _BITS[result.dtype]
+    return is_small and is_exact
 
 
 def _apply_op(state: BlockState, op: Op, n: int) -> BlockState:
     """The block of a device after one collective over n devices."""
+    # For example an all_gather of int32[3] with 2 bits along dim 0 over 4 devices: int32[12], with the same 2 bits; a
+    # sum instead: int32[3], with 4 bits, since four integers up to 3 add up to 12.
     options = dict(op.options)
     shape = list(state.shape)
     dtype = state.dtype
@@ -182,8 +198,9 @@ def _apply_op(state: BlockState, op: Op, n: int) -> BlockState:
         # One row before and one behind, as `halo_exchange` has by default.
         shape[options["dim"]] += 2
     if options.get("op") in ("sum", "mean"):
+        # A mean too: of integers up to 3 over 4 devices it is a multiple of 1/4, and has as many bits as the sum.
         bits += math.log2(n)
-        if dtype == "bool":
+        if dtype == "bool":  # a sum counts the True ones
             dtype = "int32"
         if options["op"] == "mean" and dtype == "int32":
             dtype = "float32"

@@ -11,7 +11,6 @@ Worked example: `lambda x: all_reduce(x, "data")` on data=4, with x [8] split ov
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from shardkit._arguments.checks import divides
 from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit._jax.pallas import writing_kernels_out
 from shardkit.collectives import vary
-from shardkit.meshes.layout import all_axes, check_spec, path_name, spec_axes
+from shardkit.meshes.layout import all_axes, check_spec, count_devices, path_name, spec_axes
 from shardkit.testing._compare import distance, is_spec_or_none
 from shardkit.testing._interpreter import add_mesh_dims, interpret, join_shards
 
@@ -71,7 +70,7 @@ def emulate(
             f"emulate: mesh_sizes must give one or more axes a positive number of devices; got {dict(mesh_sizes)}. "
             "Write for example {'data': 2, 'model': 4}."
         )
-    sizes = tuple(int(size) for size in mesh_sizes.values())
+    sizes = tuple(map(int, mesh_sizes.values()))
     mesh: Any = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
     # What callbacks note while a call runs: values that `assume_replicated` wrongly says are equal.
     unequal: list[str] = []
@@ -79,8 +78,8 @@ def emulate(
     @partial(jax.jit, static_argnums=(1, 2))
     def run_all_devices(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
         def run_device(*leaves: Any) -> Any:
-            out = kernel(*jax.tree.unflatten(structure, leaves))
-            out = jax.tree.map(jnp.asarray, out)
+            args = jax.tree.unflatten(structure, leaves)
+            out = jax.tree.map(jnp.asarray, kernel(*args))
             return add_mesh_dims(vary(out, names), len(names))
 
         # All axes stand in these out_specs, so that the results of all devices come back. `_join` compares them along
@@ -127,8 +126,7 @@ def _list_leaves(args: Any, specs: Sequence[PartitionSpec], mesh: Any) -> list[j
         leaf = jnp.asarray(x)
         check_spec(where, spec, mesh, leaf.ndim)
         for dim, axes in enumerate(spec_axes(spec)):
-            devices = math.prod(mesh.shape[axis] for axis in axes)
-            divides(where, dim, leaf.shape[dim], axes, devices)
+            divides(where, dim, leaf.shape[dim], axes, count_devices(mesh, axes))
         leaves.append(leaf)
     return leaves
 
@@ -149,7 +147,8 @@ def _list_specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
     def repeat_for_leaves(path: Any, spec: Any, subtree: Any) -> Any:
         # In a result, None is a subtree without leaves. An array there needs a spec of its own, since a wrong P() would
         # drop the values of all devices but the first.
-        if spec is None and (what == "in_specs" or not jax.tree.leaves(subtree)):
+        has_leaves = bool(jax.tree.leaves(subtree))
+        if spec is None and (what == "in_specs" or not has_leaves):
             spec = PartitionSpec()
         if not isinstance(spec, PartitionSpec):
             place = f" at {path_name(path)}" if path else ""
@@ -180,9 +179,11 @@ def _fetch(x: jax.Array) -> Any:
 def _join(x: Any, spec: PartitionSpec, mesh: Any, what: str) -> Any:
     """From the results of all devices, [*all mesh sizes, *local shape], to the global array."""
     check_spec(f"emulate: {what}", spec, mesh, x.ndim - len(mesh.axis_names))
-    for dim, name in reversed(list(enumerate(mesh.axis_names))):
-        if name not in all_axes(spec) and not isinstance(x, jax.core.Tracer):
-            _check_equal(x, dim, name, what)
+    # A tracer, under an outer jit or grad, has no values to compare.
+    if not isinstance(x, jax.core.Tracer):
+        for dim, name in reversed(list(enumerate(mesh.axis_names))):
+            if name not in all_axes(spec):
+                _check_equal(x, dim, name, what)
     return join_shards(x, spec, dict(mesh.shape))
 
 

@@ -56,12 +56,16 @@ class Training:
 
     def init_carried(self, params: Any) -> Any:
         """The carried state before the first step."""
-        carried = self.carried(params) if is_initializer(self.carried) else self.carried
-        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), carried)
+        carried = self.carried
+        if is_initializer(carried):
+            carried = carried(params)
+        return _fix_dtypes(carried)
 
     def carried_arguments(self, carried: Any) -> dict[str, Any]:
         """The keyword arguments by which the GradFn gets the carried state; none if it does not read it."""
-        return {"carried": carried} if reads_carried(self.grad_fn) else {}
+        if reads_carried(self.grad_fn):
+            return {"carried": carried}
+        return {}
 
     def update_carried(self, carried: Any, loss: Any, metrics: Any, params: Any) -> Any:
         """The carried state after a step, in the dtypes that it had."""
@@ -167,6 +171,11 @@ def one_device(
     return Reference(tuple(expected), training)
 
 
+def _fix_dtypes(tree: Any) -> Any:
+    """The leaves as jax's arrays, of the dtypes that jax gives them; none is weakly typed, as a Python number is."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
+
+
 def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise: Any) -> Wanted:
     """The results of a step, with the differences that rounding and the perturbed runs allow.
 
@@ -175,14 +184,12 @@ def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise
     twice the largest distance is 8e-5. Each element may therefore differ by 1.2e-4.
     """
 
-    def find_spread(select: Callable[[_Step], Any]) -> Any:
-        """Twice the largest distance to the perturbed runs, for each element."""
+    def double_distance(x: Any, *perturbed_xs: Any) -> Any:
+        distances = [np.abs(_widen(perturbed_x) - _widen(x)) for perturbed_x in perturbed_xs]
+        return 2 * np.max(distances, axis=0)
 
-        def double_distance(x: Any, *perturbed_xs: Any) -> Any:
-            distances = [np.abs(_widen(perturbed_x) - _widen(x)) for perturbed_x in perturbed_xs]
-            return 2 * np.max(distances, axis=0)
-
-        return jax.tree.map(double_distance, select(step), *[select(run) for run in perturbed])
+    # Twice the largest distance to the perturbed runs, for each element of each result.
+    spreads = jax.tree.map(double_distance, step, *perturbed)
 
     def allow_gradient(error: float, spread: Any) -> float:
         return error + _find_largest(spread)
@@ -201,12 +208,12 @@ def _allow_differences(step: _Step, *perturbed: _Step, relative: float, is_noise
     def allow_carried(x: Any, spread: Any) -> float:
         return relative * magnitude(x) + _find_largest(spread)
 
-    loss_allowed = float(find_spread(lambda step: step.loss)) + relative * abs(float(step.loss))
+    loss_allowed = float(spreads.loss) + relative * abs(float(step.loss))
     errors = estimate_noise(step.grads, relative)
-    grads_allowed = jax.tree.map(allow_gradient, errors, find_spread(lambda step: step.grads))
-    params_allowed = jax.tree.map(allow_parameter, step.params, find_spread(lambda step: step.params), is_noise)
-    metrics_allowed = jax.tree.map(allow_metric, step.metrics, find_spread(lambda step: step.metrics))
-    carried_allowed = jax.tree.map(allow_carried, step.carried, find_spread(lambda step: step.carried))
+    grads_allowed = jax.tree.map(allow_gradient, errors, spreads.grads)
+    params_allowed = jax.tree.map(allow_parameter, step.params, spreads.params, is_noise)
+    metrics_allowed = jax.tree.map(allow_metric, step.metrics, spreads.metrics)
+    carried_allowed = jax.tree.map(allow_carried, step.carried, spreads.carried)
     return Wanted(
         loss=step.loss,
         metrics=step.metrics,
@@ -243,7 +250,7 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
     grad_fn: Any = training.grad_fn
     compute_gradient = make_gradient(grad_fn)
     update = make_update(training.optimizer)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), training.params)
+    params = _fix_dtypes(training.params)
     opt_state = wrap_optimizer(training.optimizer).init(params)
     carried = training.init_carried(params)
     steps = []
@@ -257,7 +264,8 @@ def _run(training: Training, relative: float, sign: int) -> list[_Step]:
             grads = _perturb(grads, relative, sign)
         params, opt_state = update(grads, opt_state, params, loss)
         carried = training.update_carried(carried, loss, metrics, params)
-        steps.append(_Step(loss, metrics, grads, *jax.device_get((params, carried))))
+        host_params, host_carried = jax.device_get((params, carried))
+        steps.append(_Step(loss, metrics, grads, host_params, host_carried))
     return steps
 
 
@@ -275,7 +283,10 @@ def make_gradient(grad_fn: Any) -> Callable[..., Any]:
         weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
         means = jax.tree.map(lambda mean: _divide(mean, jnp.float32), dict(aux), is_leaf=is_mean)
-        total = sum(_divide(mean, mean.total.dtype) for mean in terms_of(loss))
+        # A loss may be a sum of several means, as of a task and of a router: each is divided by its own weight.
+        total: Any = 0
+        for mean in terms_of(loss):
+            total += _divide(mean, mean.total.dtype)
         return total, {"weight": weight, **means}, grads
 
     return compute_gradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,9 +77,13 @@ def recording(optimizer: Optimizer) -> Any:
     @functools.wraps(optimizer.update)
     def update(grads: Any, state: Recorded, params: Any = None, **extra: Any) -> tuple[Any, Recorded]:
         updates, inner = optimizer.update(grads, state.inner, params, **extra)
-        # The old gradients are read, without effect, because jit does not donate an unused argument.
         never = jnp.zeros((), bool)
-        recorded = jax.tree.map(lambda new, old: jnp.where(never, old, new), grads, state.grads)
+
+        def replace_grad(new: Any, old: Any) -> Any:
+            # The old gradients are read, without effect, because jit does not donate an unused argument.
+            return jnp.where(never, old, new)
+
+        recorded = jax.tree.map(replace_grad, grads, state.grads)
         return updates, Recorded(inner, recorded)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -165,9 +170,14 @@ class Program:
                 f"prove: steps must be 1 or more and divide the number of batches; got steps={row.steps} and "
                 f"{len(batches)} batches. Pass as many batches as the calls have steps."
             )
-        row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _as_grad_fn(step))
-        mesh = mesh or make_row_mesh(row)
+        if row.optimizer is not None:
+            optimizer = row.optimizer
+        row = row._replace(optimizer=recording(optimizer))
         if row.grad_fn is None:
+            row = row._replace(grad_fn=_as_grad_fn(step))
+        if mesh is None:
+            mesh = make_row_mesh(row)
+        if row.grad_fn is None:  # the step is a function that builds a TrainStep
             build: Any = step
             train_step = build(row)
             return cls(row, mesh, row.plan, train_step.init, train_step.step, params, batches, key, carried)
@@ -212,7 +222,9 @@ class Program:
     @property
     def init_options(self) -> dict[str, Any]:
         """The options of `init` beside parameters and key; a foreign step may know no carried state."""
-        return {} if self.carried is None else {"carried": self.carried}
+        if self.carried is None:
+            return {}
+        return {"carried": self.carried}
 
     @cached_property
     def calls(self) -> Sequence[Any]:
@@ -221,6 +233,7 @@ class Program:
             return self.batches
         calls = []
         for first in range(0, len(self.batches), self.row.steps):
+            # Of steps=2 and four batches [8, 4]: two calls with [2, 8, 4].
             batches = self.batches[first : first + self.row.steps]
             calls.append(jax.tree.map(_stack, *batches))
         return calls
@@ -270,27 +283,36 @@ class Program:
         if self.row.steps is None:
             return [StepResult(host_metrics, grads, params, carried, compiled)]
         results = []
-        for step in range(self.row.steps - 1):
-            results.append(StepResult(_select_step(host_metrics, step), None, None, None, compiled))
-        results.append(StepResult(_select_step(host_metrics, -1), grads, params, carried, compiled))
+        for step in range(self.row.steps):
+            # A call stacks the metrics of its steps: each leaf is [steps, ...].
+            step_metrics = jax.tree.map(operator.itemgetter(step), host_metrics)
+            results.append(StepResult(step_metrics, None, None, None, compiled))
+        results[-1] = results[-1]._replace(grads=grads, params=params, carried=carried)
         return results
 
 
 def make_row_mesh(row: Row) -> Mesh:
     """The mesh of a row, over its devices, or over the first devices."""
     sizes: dict[str, Any] = dict(row.mesh)
-    devices = row.devices or jax.devices()[: math.prod(row.mesh.values())]
+    devices = row.devices
+    if not devices:
+        count = math.prod(row.mesh.values())
+        devices = jax.devices()[:count]
     return make_mesh(devices, axis_types=row.axis_types, **sizes)
 
 
 def _rescale(grad_fn: GradFn) -> GradFn:
     """The GradFn called with another scale, which is divided out again: ignoring it changes the result."""
+    # For example a gradient of 3: a GradFn that heeds its scale of 0.5 returns 1.5, which is 3 again below. One that
+    # ignores it returns 3, and the 6 below differs from the reference.
     # A pipeline is known by its type, which a plain function around it would hide.
     if isinstance(grad_fn, PipelineGradFn):
         return replace(grad_fn, function=_rescale(grad_fn.function))
 
     def unscale(g: Any) -> Any:
-        return g / SCALE if is_float(g) else g
+        if is_float(g):
+            return g / SCALE
+        return g
 
     @functools.wraps(grad_fn)
     def rescaled(
@@ -320,8 +342,12 @@ class _CompileCounter:
 
 def _find_recorded(opt_state: Any) -> Any:
     """The gradients that a recording optimizer kept; None if none is in the state."""
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Recorded)):
-        if isinstance(node, Recorded):
+
+    def is_recorded(x: Any) -> bool:
+        return isinstance(x, Recorded)
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_recorded):
+        if is_recorded(node):
             return node.grads
     return None
 
@@ -345,10 +371,6 @@ def _stack(*leaves: Any) -> Any:
     if isinstance(leaves[0], jax.Array):
         return jnp.stack(leaves)
     return np.stack(leaves)
-
-
-def _select_step(metrics: Any, step: int) -> Any:
-    return jax.tree.map(lambda x: x[step], metrics)
 
 
 def _describe_array(x: Any) -> Any:

@@ -47,7 +47,9 @@ class Proof(NamedTuple):
         number_of_note: dict[str, int] = {}
         cells_of_row: dict[str, list[str]] = {}
         for verdict in self.verdicts:
-            cell = "broken" if verdict.broken else "holds"
+            cell = "holds"
+            if verdict.broken:
+                cell = "broken"
             if verdict.note:
                 note = f"{verdict.law}: {verdict.note}"
                 number = number_of_note.setdefault(note, len(number_of_note) + 1)
@@ -154,8 +156,12 @@ def prove_rows(
     references: dict[Any, Reference] = {}
     names = name_rows(rows)
     for name, row in zip(names, rows, strict=True):
-        row_optimizer = row.optimizer or optimizer
-        relative = choose_relative(row.precision) if row.relative is None else row.relative
+        row_optimizer = row.optimizer
+        if row_optimizer is None:
+            row_optimizer = optimizer
+        relative = row.relative
+        if relative is None:
+            relative = choose_relative(row.precision)
         check_relative("prove", relative)
         if isinstance(reference, Reference):
             row_reference = reference
@@ -175,6 +181,7 @@ def prove_rows(
                 )
             row_reference = references[settings]
         mesh = make_row_mesh(row)
+        # Apart from a mesh that the caller has set: the row's own mesh decides.
         with apart(mesh):
             row_key = replicated_in_context(key, mesh)
             program = Program.of(row, step, optimizer, params, batches, row_key, mesh, carry, carried)
@@ -184,11 +191,13 @@ def prove_rows(
 
 def name_rows(rows: Sequence[Row]) -> list[str]:
     """The rows' names; rows with equal names are numbered."""
-    texts = [str(row) for row in rows]
+    texts = list(map(str, rows))
     names = []
     for number, text in enumerate(texts):
-        repeated = texts.count(text) > 1
-        names.append(f"{text} ({number + 1})" if repeated else text)
+        name = text
+        if texts.count(text) > 1:
+            name = f"{text} ({number + 1})"
+        names.append(name)
     return names
 
 

@@ -72,7 +72,7 @@ def all_to_all(blocks: Blocks, *, split_dim: int, concat_dim: int, xp: Any = np)
     parts = [xp.split(block, n, split_dim) for block in blocks]  # parts[sender][receiver]
     results = []
     for receiver in range(n):
-        received = [parts[sender][receiver] for sender in range(n)]
+        received = [pieces[receiver] for pieces in parts]
         results.append(xp.concatenate(received, concat_dim))
     return results
 
@@ -170,7 +170,9 @@ def gather_to_one(blocks: Blocks, *, dim: int = 0, target: int = 0, xp: Any = np
     """
     joined = xp.concatenate(blocks, dim)
     zeros = xp.zeros_like(joined)
-    return [joined if device == target else zeros for device in range(len(blocks))]
+    results = [zeros] * len(blocks)
+    results[target] = joined
+    return results
 
 
 def all_gather_uneven(blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, xp: Any = np) -> list[Any]:
@@ -229,7 +231,9 @@ def over_mesh(
         >>> sk.testing.reference.over_mesh(all_reduce, blocks, {"data": 2, "model": 2}, "model").tolist()
         [[1, 1], [5, 5]]
     """
-    group_axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if isinstance(axis, str):
+        axis = (axis,)
+    group_axes = tuple(axis)
     other_axes = [name for name in sizes if name not in group_axes]
     results: dict[tuple[int, ...], Any] = {}  # by the coordinates of the device
     for other_coordinates in _list_coordinates(other_axes, sizes):
@@ -239,21 +243,25 @@ def over_mesh(
         for group_coordinates in _list_coordinates(group_axes, sizes):
             coordinates = {**other_coordinates, **group_coordinates}
             members.append(tuple(coordinates[name] for name in sizes))
-        outputs = blockwise([x[member] for member in members], xp=xp)
+        blocks = [x[member] for member in members]
+        outputs = blockwise(blocks, xp=xp)
         results.update(zip(members, outputs, strict=True))
-    rows = xp.stack([results[device] for device in np.ndindex(*sizes.values())])
-    return rows.reshape(*sizes.values(), *rows.shape[1:])
+    mesh_shape = tuple(sizes.values())
+    in_mesh_order = [results[device] for device in np.ndindex(mesh_shape)]
+    rows = xp.stack(in_mesh_order)  # [devices, ...]
+    return rows.reshape(mesh_shape + rows.shape[1:])
 
 
 def _list_coordinates(axes: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
     """The coordinates along some axes of all devices, the first axis major: a dict of axis name and index each."""
-    indices = itertools.product(*(range(sizes[name]) for name in axes))
-    return [dict(zip(axes, index, strict=True)) for index in indices]
+    shape = [sizes[name] for name in axes]
+    return [dict(zip(axes, index, strict=True)) for index in np.ndindex(*shape)]
 
 
 def _add(blocks: Blocks, op: str, xp: Any) -> Any:
     """The sum of the blocks, or their mean."""
-    total = reduce(xp.add, [_count_bools(block, xp) for block in blocks])
+    terms = [_count_bools(block, xp) for block in blocks]
+    total = reduce(xp.add, terms)
     if op == "sum":
         return total
     # A mean of integers is float32 on the mesh, where numpy would make it float64.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
@@ -103,9 +104,7 @@ def covering(
     sizes = {name: len(values) for name, values in factors.items()}
 
     def fits(row: Mapping[str, int]) -> bool:
-        choice = {}
-        for name, index in row.items():
-            choice[name] = factors[name][index]
+        choice = {name: factors[name][index] for name, index in row.items()}
         return allowed(choice)
 
     # A row is a number of a value for each factor. With plan, accumulate and precision of two values each there are 12
@@ -124,12 +123,10 @@ def covering(
         # Sorted by name, as the pairs of `_list_pairs` are.
         for pair_of_row in itertools.combinations(sorted(row.items()), 2):
             uncovered.pop(pair_of_row, None)
+    # The factors in the caller's order.
     choices = []
     for row in rows:
-        choice = {}
-        for name, values in factors.items():
-            choice[name] = values[row[name]]
-        choices.append(choice)
+        choices.append({name: values[row[name]] for name, values in factors.items()})
     return choices
 
 
@@ -157,17 +154,16 @@ def _complete(
         return None
     if len(row) == len(sizes):
         return row
-    # A factor without a valid value ends the search now, not after all others have been tried.
     valid_values: dict[str, list[int]] = {}
     for name, size in sizes.items():
-        if name not in row:
-            valid_values[name] = []
-            for index in range(size):
-                if fits({**row, name: index}):
-                    valid_values[name].append(index)
-            if not valid_values[name]:
-                return None
+        if name in row:
+            continue
+        valid_values[name] = [index for index in range(size) if fits({**row, name: index})]
+        # A factor without a valid value ends the search now, not after all others have been tried.
+        if not valid_values[name]:
+            return None
 
+    # Of a factor not chosen yet, with each factor that is: these pairs the row would cover.
     def count_new_pairs(name: str, index: int) -> int:
         count = 0
         for choice in row.items():
@@ -176,12 +172,17 @@ def _complete(
         return count
 
     def find_best_gain(name: str) -> tuple[int, str]:
-        return max(count_new_pairs(name, index) for index in valid_values[name]), name
+        gains = [count_new_pairs(name, index) for index in valid_values[name]]
+        return max(gains), name
 
     # A factor with one valid value leaves no choice: first, because it restricts the others.
     forced = [name for name, values in valid_values.items() if len(values) == 1]
-    name = forced[0] if forced else max(valid_values, key=find_best_gain)
-    best_first = sorted(valid_values[name], key=lambda index: -count_new_pairs(name, index))
+    if forced:
+        name = forced[0]
+    else:
+        name = max(valid_values, key=find_best_gain)
+    # Of values that cover as many new pairs, the first one of the caller's list comes first.
+    best_first = sorted(valid_values[name], key=partial(count_new_pairs, name), reverse=True)
     for index in best_first:
         complete = _complete({**row, name: index}, sizes, uncovered, fits)
         if complete is not None:

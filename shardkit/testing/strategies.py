@@ -66,9 +66,14 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
     all_sizes: list[tuple[int, ...]] = []
     for axes in range(1, len(names) + 1):
         all_sizes += factorizations(devices, axes)
+
+    def simplicity(sizes: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        return math.prod(sizes), len(sizes), sizes
+
     # sampled_from shrinks towards the front of its list: to few devices, and then to few axes.
-    all_sizes.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
-    return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in all_sizes])
+    all_sizes.sort(key=simplicity)
+    choices = [dict(zip(names, sizes, strict=False)) for sizes in all_sizes]
+    return st.sampled_from(choices)
 
 
 def _composite(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
@@ -123,9 +128,10 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
         >>> test_spec()
     """
     # Each axis in a random order: of a=2, b=2 a dim of 4 may be split over b and then a, which P(("b", "a")) says.
+    order = draw(st.permutations(list(sizes)))
     entries: list[tuple[str, ...]] = [()] * len(shape)
     local = list(shape)
-    for name in draw(st.permutations(list(sizes))):
+    for name in order:
         divisible_dims = [dim for dim, size in enumerate(local) if size % sizes[name] == 0]
         dim = draw(st.sampled_from([None, *divisible_dims]))
         if dim is not None:
@@ -165,13 +171,16 @@ def sharded_arrays(
         ...     sk.local_shape(array.value.shape, array.spec, sk.abstract_mesh(**array.sizes))
         >>> test_array()
     """
-    sizes = draw(meshes()) if sizes is None else dict(sizes)
+    if sizes is None:
+        sizes = draw(meshes())
+    sizes = dict(sizes)
     # From the shape on a device up to the global one: so every dim divides, and no example is thrown away.
     local = draw(st.lists(st.integers(1, largest), max_size=rank))
     entries: list[tuple[str, ...]] = [()] * len(local)
     if local:
+        choices = [None, *range(len(local))]
         for name in draw(st.permutations(list(sizes))):
-            dim = draw(st.sampled_from([None, *range(len(local))]))
+            dim = draw(st.sampled_from(choices))
             if dim is not None:
                 entries[dim] += (name,)
     spec = canonical(PartitionSpec(*entries))
@@ -215,19 +224,23 @@ def programs(
         ...     run = sk.testing.emulate(program.kernel, program.sizes, program.spec, program.spec)
         ...     np.testing.assert_array_equal(run(program.blocks()), program.reference(program.blocks()))
     """
-    sizes = draw(meshes()) if sizes is None else dict(sizes)
+    if sizes is None:
+        sizes = draw(meshes())
+    sizes = dict(sizes)
     dtype = draw(st.sampled_from(list(dtypes)))
     shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
     seed = draw(st.integers(0, 9))
     ops: list[Op] = []
     for _ in range(draw(st.integers(0, length))):
         order = draw(st.permutations(list(sizes)))
-        axes = tuple(order[: draw(st.integers(1, len(order)))])
-        state = state_of(Chain(dict(sizes), shape, dtype, tuple(ops), seed))
+        # One axis, or several in any order: of a=2, b=2 these are "a", "b", ("a", "b") and ("b", "a").
+        count = draw(st.integers(1, len(order)))
+        axes = tuple(order[:count])
+        state = state_of(Chain(sizes, shape, dtype, tuple(ops), seed))
         legal = legal_ops(state, axes, sizes)
         # The kernel first, then its options: else the one with the most options would be drawn most often.
         kernels = list(dict.fromkeys(op.kernel for op in legal))
         kernel = draw(st.sampled_from(kernels))
         ops_of_kernel = [op for op in legal if op.kernel == kernel]
         ops.append(draw(st.sampled_from(ops_of_kernel)))
-    return Chain(dict(sizes), shape, dtype, tuple(ops), seed)
+    return Chain(sizes, shape, dtype, tuple(ops), seed)

@@ -103,11 +103,14 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
     if not 0 < seconds < math.inf:
         raise ValueError(f"wire: seconds must be a positive number; got {seconds}. Pass for example seconds=5.0.")
     cases, unchecked = list_collectives(trace_step(step, (state, batch)).jaxpr)
-    programs = [WireProgram(mesh, tuple(group)) for mesh, group in group_by_mesh(cases).items()]
-    names = tuple(str(case) for case in cases)
-    devices = max((program.mesh.size for program in programs), default=0)
-    if not programs:
-        return Delivery(names, unchecked, devices, 0, 0.0)
+    if not cases:
+        return Delivery((), unchecked, devices=0, rounds=0, seconds=0.0)
+    programs = []
+    devices = 0
+    for mesh, cases_of_mesh in group_by_mesh(cases).items():
+        programs.append(WireProgram(mesh, tuple(cases_of_mesh)))
+        devices = max(devices, mesh.size)
+    names = tuple(map(str, cases))
     call = next(_CALLS)
     start = time.monotonic()
     number = 0
@@ -119,7 +122,8 @@ def wire(step: Callable[..., Any], state: Arrays, batch: Arrays, *, seconds: flo
             fault = _find_fault(programs, number)
         elapsed = time.monotonic() - start
         # Two rounds at least: an element that is left from the round before is right in the first.
-        verdict, is_last = _agree(call, number, fault, number > 0 and elapsed >= seconds)
+        has_enough = number > 0 and elapsed >= seconds
+        verdict, is_last = _agree(call, number, fault, has_enough)
         if verdict:
             raise AssertionError(verdict)
         number += 1

@@ -67,13 +67,16 @@ def make_fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dic
     texts = {}
     for name, value in components.items():
         texts[name] = json.dumps(value, default=replace_value, sort_keys=True)
+    devices = 1
     partitions = _PARTITIONS.search(text)
+    if partitions is not None:
+        devices = int(partitions[1])
     return {
         "components": texts,
         "lines": [hash_text(line)[: 2 * _LINE_BYTES] for line in text.splitlines()],
         "collectives": Counter(_COLLECTIVE.findall(text)),
         "hash": text_hash,
-        "devices": int(partitions[1]) if partitions else 1,
+        "devices": devices,
     }
 
 
@@ -90,8 +93,10 @@ def describe_batch(batch: Any) -> str:
             counts[f"{value.dtype}[{shape}]"] += 1
     parts = []
     for name, count in counts.items():
-        parts.append(name if count == 1 else f"{count} x {name}")
-    text = ", ".join(parts) if parts else "no array"
+        if count > 1:
+            name = f"{count} x {name}"
+        parts.append(name)
+    text = ", ".join(parts) or "no array"
     if len(text) <= LONGEST_BATCH:
         return text
     ending = f"... (with hash {hash_text(text)})"
@@ -116,8 +121,11 @@ def hash_text(text: str) -> str:
 
 def read_flags(variable: str) -> str:
     """The flags in an environment variable, sorted, without those that may differ between processes."""
-    flags = os.environ.get(variable, "").split()
-    return " ".join(sorted(flag for flag in flags if not _PROCESS_FLAGS.search(flag)))
+    flags = []
+    for flag in os.environ.get(variable, "").split():
+        if not _PROCESS_FLAGS.search(flag):
+            flags.append(flag)
+    return " ".join(sorted(flags))
 
 
 def replace_value(value: Any) -> Any:

@@ -262,7 +262,8 @@ class Guard:
         Raises:
             ValueError: a name without a deadline.
         """
-        names = [field for field in Deadlines._fields if field != "silence"]
+        names = list(Deadlines._fields)
+        names.remove("silence")
         if name not in names:
             raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quote(names)}.")
         return self._clock.phase(name)

@@ -117,6 +117,8 @@ def _find_late(members: Members, deadlines: Deadlines, now: float) -> list[int]:
     The last process to reach a step may compile or save for longer than the step may take. That excuse is limited, as
     the process may loop without ever reaching the step.
     """
+    # Worked example: process 1 compiles step 5, in time. Process 0 has waited in step 5 for longer than a step may
+    # take, and is excused, because process 1 is behind it. In step 4 it would be late: there it waits for nobody.
     positions = []
     for member in members.values():
         if _may_still_come(member, deadlines, now):
@@ -129,9 +131,10 @@ def _find_late(members: Members, deadlines: Deadlines, now: float) -> list[int]:
         if overrun is None:
             continue
         position = (overrun.step, PHASE_ORDER[overrun.phase])
-        waits = overrun.phase in WAITING_PHASES and overrun.seconds <= overrun.deadline + longest_excuse
-        is_excused = waits and last_to_come is not None and last_to_come <= position
-        if not is_excused:
+        somebody_is_behind = last_to_come is not None and last_to_come <= position
+        waits = overrun.phase in WAITING_PHASES
+        has_excuse_left = overrun.seconds <= overrun.deadline + longest_excuse
+        if not (somebody_is_behind and waits and has_excuse_left):
             late.append(rank)
     return late
 
@@ -139,11 +142,17 @@ def _find_late(members: Members, deadlines: Deadlines, now: float) -> list[int]:
 def _may_still_come(member: Member, deadlines: Deadlines, now: float) -> bool:
     """Whether a process runs, is in time, and does not itself wait for the others."""
     phase, _ = member.find_phase()
+    if member.find_health(now) is not Health.RUNNING:
+        return False
+    if phase in ("compare", "commit"):  # it waits itself
+        return False
     limit = deadlines.of(_DEADLINE_WHILE_OTHERS_WAIT.get(phase, phase))
-    if member.find_health(now) is not Health.RUNNING or phase in ("compare", "commit") or limit is None:
+    if limit is None:
         return False
     status = member.status
-    since = status.device_since if status.dispatched > status.done else status.since
+    since = status.since
+    if status.dispatched > status.done:
+        since = status.device_since
     return member.find_silence(now) + since <= limit
 
 
@@ -213,7 +222,9 @@ def _find_wait_for_exited(exited: Sequence[int], members: Members, deadlines: De
         if member.left:
             continue
         phase, step = member.find_phase()
-        since = member.status.device_since if phase == "step" else member.status.since
+        since = member.status.since
+        if phase == "step":
+            since = member.status.device_since
         seconds = member.find_silence(now) + since
         if phase in ("step", "compare") and step > last_step and seconds > _EXITED:
             text = f"{name_members([first], members)} exited after step {last_step}"

@@ -64,13 +64,17 @@ def main() -> None:
     peers: list[MessageStream] = []
     if place.size > 1:
         try:
-            peers = meet(place, note=lambda text: _tell_process({"note": text}))
+            peers = meet(place, note=_tell_note)
         except Refused as refusal:
             _tell_process({"refused": str(refusal)})
             return
     met.set()
     _tell_process({"ready": True})
     Monitor(place, spec["parent"], inbox, reader, peers, spec["crash"]).run()
+
+
+def _tell_note(text: str) -> None:
+    _tell_process({"note": text})
 
 
 def _read_first_message(inbox: MessageStream) -> Message | None:
@@ -196,7 +200,7 @@ class Monitor:
         member.arrival = now
         member.status = self.reader.read_status().with_ages(now)
         member.stopped = read_process_state(self.parent) in ("T", "t")
-        if self.alive and os.getppid() != self.parent:
+        if self.alive and self._has_parent_ended():
             self.alive = False
             self._drain()
             member.gone = not member.left
@@ -242,7 +246,7 @@ class Monitor:
             raise TypeError("hung must be a list of processes")
         is_lost = message["lost"] is True
         self.verdict = verdict
-        self.exit_code = LOST if is_lost else FAILED
+        self.exit_code = _choose_code(is_lost)
         self.hung = self.place.rank in hung
 
     def _handle_process(self, own: Member, message: Message) -> None:
@@ -289,7 +293,8 @@ class Monitor:
         fault = find_different_batches(self.members)
         if fault is not None:
             return fault
-        if now < min(member.due for member in self.members.values()):
+        first_due = min(member.due for member in self.members.values())
+        if now < first_due:
             return None
         return find_fault(self.members, self.deadlines, now)
 
@@ -305,7 +310,7 @@ class Monitor:
 
     def _report(self, fault: Fault) -> None:
         self.verdict = fault.text
-        self.exit_code = LOST if fault.lost else FAILED
+        self.exit_code = _choose_code(fault.lost)
         self.hung = self.place.rank in fault.hung
         self._send({"over": fault.text, "lost": fault.lost, "hung": fault.hung})
 
@@ -319,19 +324,30 @@ class Monitor:
         """Writes the flight record, ends the process and has it print the reason as its last line."""
         text = f"shardkit guard: {self.verdict}."
         if self.flight:
-            text += _call_in_time(self._save_record) or f" (No flight record: {self.flight} does not respond.)"
+            ending = _call_in_time(self._save_record)
+            if ending is None:
+                ending = f" (No flight record: {self.flight} does not respond.)"
+            text += ending
         if self.place.rank == 0:
             _wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
             _tell_process({"end": self.exit_code, "text": text, "stacks": self.hung})
-            _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
-            if os.getppid() == self.parent:
+            _wait_until(self._has_parent_ended, _KILL_AFTER)
+            if not self._has_parent_ended():
                 with contextlib.suppress(OSError):
                     os.kill(self.parent, signal.SIGKILL)
             self._drain()
         if not self.printed:
-            _call_in_time(lambda: os.write(2, self._read_stacks() + encode_output(text)))
+
+            def print_last() -> int:
+                return os.write(2, self._read_stacks() + encode_output(text))
+
+            _call_in_time(print_last)
         os._exit(0)  # even if a thread of `_call_in_time` hangs
+
+    def _has_parent_ended(self) -> bool:
+        """Whether the process has ended: the system then gives this monitor another parent."""
+        return os.getppid() != self.parent
 
     def _others_closed(self) -> bool:
         for peer in self.peers.values():
@@ -369,6 +385,13 @@ def _update(member: Member, message: Message) -> None:
         fields[name] = escape(message[name])
     for name, value in fields.items():
         setattr(member, name, value)
+
+
+def _choose_code(is_lost: bool) -> int:
+    """The exit code: LOST where a process or machine is gone, so that a restart may help."""
+    if is_lost:
+        return LOST
+    return FAILED
 
 
 def choose_beat(size: int) -> float:

@@ -63,7 +63,9 @@ class Deadlines(NamedTuple):
     def of(self, phase: str) -> float | None:
         """The deadline of a phase; None if it has none."""
         name = _DEADLINE_OF.get(phase)
-        return None if name is None else getattr(self, name)
+        if name is None:
+            return None
+        return getattr(self, name)
 
 
 class Health(Enum):

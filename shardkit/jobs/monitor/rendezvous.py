@@ -281,11 +281,14 @@ def _listen(place: Place) -> socket.socket:
     uses_ipv6 = ":" in address
     if not address:
         uses_ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET
+    if uses_ipv6:
+        family = socket.AF_INET6
     try:
         # A backlog for all processes, because a scheduler starts them at the same moment.
         return socket.create_server(
             (address, place.port),
-            family=socket.AF_INET6 if uses_ipv6 else socket.AF_INET,
+            family=family,
             dualstack_ipv6=uses_ipv6 and not address,
             backlog=max(128, place.size),
         )

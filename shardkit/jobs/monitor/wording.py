@@ -103,7 +103,8 @@ def describe_waiting(ranks: Sequence[int], members: Members) -> str:
     if not ranks:
         return ""
     verb = "waits" if len(ranks) == 1 else "wait"
-    where = describe_phase(*members[ranks[0]].find_phase())
+    phase, step = members[ranks[0]].find_phase()
+    where = describe_phase(phase, step)
     return f"; {name_processes(ranks)} {verb} {where}"
 
 

@@ -173,7 +173,9 @@ def start(place: Place) -> MonitorClient:
     previous_hook = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        code = 130 if issubclass(kind, KeyboardInterrupt) else 1  # as in a shell
+        code = 1
+        if issubclass(kind, KeyboardInterrupt):
+            code = 130  # as in a shell
         try:
             previous_hook(kind, error, traceback)
         finally:

@@ -41,7 +41,10 @@ def name_processes(ranks: Sequence[int]) -> str:
     runs = _find_runs(ranks)
     names = []
     for first, last in runs[:_NAMED]:
-        names.append(str(first) if first == last else f"{first} to {last}")
+        name = str(first)
+        if last > first:
+            name = f"{first} to {last}"
+        names.append(name)
     text = f"processes {', '.join(names)}"
     unnamed = 0
     for first, last in runs[_NAMED:]:
@@ -98,7 +101,9 @@ def bind_address(host: str) -> str:
         is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
         if is_loopback and host not in ("localhost", address):
             return ""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        family = socket.AF_INET
+        if ":" in address:
+            family = socket.AF_INET6
         with socket.socket(family) as probe:
             probe.bind((address, 0))  # fails where the address is another machine's
     except (OSError, ValueError):

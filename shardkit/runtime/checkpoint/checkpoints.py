@@ -159,7 +159,7 @@ class Checkpoints:
         leaves = flatten_state("save", state)
         workers = find_workers(state)
         arrays = workers.stack(to_portable(leaves))
-        records = workers.stack_records({path: describe_leaf(x) for path, x in leaves.items()})
+        records = workers.stack_records(_describe_leaves(leaves))
         record = make_record(step, position, config, metrics, records)
         with self._errors_of_save(step):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,11 @@ class Checkpoints:
             # The sums are computed on the devices, before the next step may donate the arrays, and are waited for in
             # orbax's thread, which writes the record last.
             wait_for_sums = start_checksums(arrays)
-            saving = save_async(self._path(step), arrays, record, lambda: seal(record, wait_for_sums()))
+
+            def complete_record() -> None:
+                seal(record, wait_for_sums())
+
+            saving = save_async(self._path(step), arrays, record, complete_record)
         self._saving = step, saving
         self._last_step = step
 
@@ -262,7 +266,7 @@ class Checkpoints:
         step, run, stored_records = find_step("restore", self._directory, step)
         leaves = flatten_state("restore", target)
         workers = find_workers(target)
-        target_records = workers.stack_records({path: describe_leaf(x) for path, x in leaves.items()})
+        target_records = workers.stack_records(_describe_leaves(leaves))
         where = f"restore: step {step} of {quote_path(self._directory)}"
         stacked_records = select_records(where, stored_records, target_records, residuals)
         records = workers.unstack_records(stacked_records, leaves)
@@ -310,10 +314,14 @@ class Checkpoints:
         scores = {}
         for step, run in runs.items():
             score = run.metrics.get(self._best, math.nan)
+            if self._higher_is_better:
+                score = -score
             if not math.isnan(score):
-                scores[step] = -score if self._higher_is_better else score
-        # Scores are losses by now, the smallest the best, and -step puts the newer of two equal ones first.
-        return sorted(scores, key=lambda step: (scores[step], -step))
+                scores[step] = score
+        # Scores are losses by now, the smallest the best. Of equal ones, which sorting leaves in their order, the newer
+        # comes first.
+        newest_first = sorted(scores, reverse=True)
+        return sorted(newest_first, key=scores.__getitem__)
 
     @contextmanager
     def _errors_of_save(self, step: int) -> Iterator[None]:
@@ -332,6 +340,10 @@ class Checkpoints:
                 f"save: step {step} could not be written to {quote_path(self._directory)}: {describe_error(error)}. "
                 f"{intact}; free or repair the disk, then save again."
             ) from error
+
+
+def _describe_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: describe_leaf(x) for path, x in leaves.items()}
 
 
 def _read_intact(read: Callable[[int | None], T], step: int | None, damaged: str) -> T:

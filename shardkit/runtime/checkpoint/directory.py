@@ -58,10 +58,14 @@ def resolve_directory(where: str, directory: str | os.PathLike[str]) -> Path:
 
 def check_writable(directory: Path) -> None:
     """Refuses a directory that, or whose nearest existing parent, cannot be written, without creating it."""
-    existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-    if existing.is_dir() and os.access(existing, os.W_OK):
-        return
-    fault = "is not writable" if existing.is_dir() else "is not a directory"
+    existing = directory
+    while not os.path.lexists(existing):  # the root exists
+        existing = existing.parent
+    fault = "is not a directory"
+    if existing.is_dir():
+        if os.access(existing, os.W_OK):
+            return
+        fault = "is not writable"
     raise ValueError(
         f"Checkpoints: directory must be writable; {quote_path(existing)} {fault}. Pass another directory, or "
         "read_only=True to restore only."
@@ -153,7 +157,10 @@ def read_runs(directory: Path) -> dict[int, Run]:
 def warn_of_unfinished(directory: Path, newest: int) -> None:
     """Warns of a directory that looks like a newer step, but is not finished."""
     finished = list_steps(directory)
-    unfinished = [step for step in _list_numbers(directory) if step > newest and step not in finished]
+    unfinished = []
+    for step in _list_numbers(directory):
+        if step > newest and step not in finished:
+            unfinished.append(step)
     if unfinished:
         warnings.warn(
             f"restore: ignored {quote_path(directory / str(unfinished[-1]))}, which is not a finished step: it has no "

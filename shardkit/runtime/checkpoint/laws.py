@@ -53,7 +53,9 @@ def restores_elsewhere(program: Program, reference: Reference) -> str | None:
         difference = _describe_difference(restored_leaves[path], saved)
         if difference:
             raise AssertionError(f"the state restored on one device must be the saved one; leaf {path} {difference}")
-    return None if state.residuals is None else "residuals: on one device only their sum would be left"
+    if state.residuals is not None:
+        return "residuals: on one device only their sum would be left"
+    return None
 
 
 def _restore_on_one_device(program: Program) -> TrainState:

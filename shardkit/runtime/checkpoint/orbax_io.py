@@ -33,7 +33,9 @@ def describe_error(error: BaseException) -> str:
 def describe_system_error(error: BaseException) -> str | None:
     """The text of the system error behind an exception; None without one."""
     code = find_system_code(error)
-    return None if code is None else os.strerror(code)
+    if code is None:
+        return None
+    return os.strerror(code)
 
 
 def find_system_code(error: BaseException) -> int | None:
@@ -41,7 +43,9 @@ def find_system_code(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     code = re.search(r"os_error_code='(\d+)'", str(error))  # tensorstore has it in the text alone
-    return int(code[1]) if code else None
+    if code is None:
+        return None
+    return int(code[1])
 
 
 @contextmanager
@@ -92,8 +96,9 @@ def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Cal
 def _choose_piece(arrays: Mapping[str, Any]) -> int:
     """Bytes of a piece: many small ones take longer to write, few large ones more memory to read."""
     least, most = _PIECES
-    of_process = sum(x.nbytes for x in arrays.values()) // jax.process_count()
-    return min(max(of_process // 32, least), most)
+    total = sum(x.nbytes for x in arrays.values())
+    nbytes = total // jax.process_count()
+    return min(max(nbytes // 32, least), most)
 
 
 def to_file_names(arrays: Mapping[str, Any]) -> dict[str, Any]:

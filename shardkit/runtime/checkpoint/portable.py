@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit.meshes.layout import by_path, canonical, spec_axes
+from shardkit.meshes.layout import by_path, canonical, count_devices, spec_axes, split_dims
 from shardkit.plans.storage import Storage, is_padded, pad_leaves, padding, stored_array, unpadded
 from shardkit.runtime.checkpoint.record import Records, is_residual
 from shardkit.runtime.data.reading import is_key, to_storable
@@ -85,7 +85,7 @@ def _group_by_devices(leaves: Leaves) -> list[Leaves]:
     for path, x in leaves.items():
         devices = frozenset(stored_array(x).sharding.device_set)
         groups.setdefault(devices, {})[path] = x
-    return [*groups.values()]
+    return list(groups.values())
 
 
 def _select_not_portable(leaves: Leaves) -> Leaves:
@@ -189,20 +189,23 @@ def _spread_sum(residuals: jax.Array, rows: int) -> jax.Array:
 
 def _group_by_size(leaves: Leaves) -> list[Leaves]:
     """The leaves in groups of at most `_MOVED` bytes, or one that is larger: each group is one program."""
+    nbytes = {path: _count_bytes(x) for path, x in leaves.items()}
     # The largest first: while it is moved, its old and its new arrays are both held, and later nothing as large is.
     groups: list[Leaves] = []
     room = 0
-    for path, x in sorted(leaves.items(), key=lambda leaf: -_count_bytes(leaf[1])):
-        if not groups or room < _count_bytes(x):
+    for path in sorted(leaves, key=nbytes.__getitem__, reverse=True):
+        if not groups or room < nbytes[path]:
             groups.append({})
             room = _MOVED
-        groups[-1][path] = x
-        room -= _count_bytes(x)
+        groups[-1][path] = leaves[path]
+        room -= nbytes[path]
     return groups
 
 
 def _count_bytes(x: Any) -> int:
-    return 0 if is_key(x) else math.prod(x.shape) * x.dtype.itemsize
+    if is_key(x):  # a few words
+        return 0
+    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def _find_other_rows(path: str, x: Any, records: Records) -> int | None:
@@ -210,19 +213,23 @@ def _find_other_rows(path: str, x: Any, records: Records) -> int | None:
     if not is_residual(path) or path not in records:
         return None
     rows = records[path]["shape"][0]
-    return None if rows == x.shape[0] else rows
+    if rows == x.shape[0]:
+        return None
+    return rows
 
 
 def _choose_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The layout in which to read another number of rows: split over the same axes, by rows or along another dim."""
     # Residuals [3, 8] of three devices, to be read on "data" of 2: 2 does not divide 3 rows, but it divides 8, so that
     # each device reads [3, 4]. If no dim divides, each reads all.
-    entries = [*spec_axes(sharding.spec), *[()] * len(shape)][: len(shape)]
-    axes = entries[0]
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    for dim, axes in split_dims(sharding.spec).items():
+        entries[dim] = axes
+    row_axes = entries[0]
     entries[0] = ()
     for dim, size in enumerate(shape):
-        devices = math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes)
-        if size % devices == 0:
-            entries[dim] += axes
+        axes = entries[dim] + row_axes
+        if size % count_devices(sharding.mesh, axes) == 0:
+            entries[dim] = axes
             break
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))

@@ -65,9 +65,13 @@ def newest_step(directory: Path) -> int | None:
     if jax.process_count() == 1:
         return newest
     # A broadcast is of arrays, which have no None. No step is negative.
-    number = -1 if newest is None else newest
+    number = newest
+    if number is None:
+        number = -1
     agreed = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    return None if agreed < 0 else agreed
+    if agreed < 0:
+        return None
+    return agreed
 
 
 def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, dict[str, Any]]:
@@ -130,7 +134,9 @@ def read_arrays(
     except Exception as error:  # a reader may raise anything on a damaged file
         check_damage(directory / str(step), error)
         system_error = describe_system_error(error)
-        reason = f"its arrays cannot be read ({system_error})" if system_error else "its arrays are damaged"
+        reason = "its arrays are damaged"
+        if system_error:
+            reason = f"its arrays cannot be read ({system_error})"
         damage = _damaged(where, directory, step, reason)
         damage.__cause__ = error
     if on_any_process(damage is not None):
@@ -172,8 +178,10 @@ def load_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     parts = {}
     for name, array in zip(names, stored, strict=True):
         parts[name] = _Part(wanted[name], array)
-    names.sort(key=lambda name: -parts[name].nbytes)
-    limit = max(_UNDERWAY, sum(part.nbytes for part in parts.values()) // 16)
+    nbytes = {name: part.nbytes for name, part in parts.items()}
+    names.sort(key=nbytes.__getitem__, reverse=True)
+    # What is read at once. A piece that is larger is read alone.
+    limit = max(_UNDERWAY, sum(nbytes.values()) // 16)
     underway: deque[tuple[str, int, Any]] = deque()
     bytes_underway = 0
 
@@ -226,14 +234,18 @@ class _Part:
         self._stored = stored
         self._devices: dict[Box, list[jax.Device]] = {}
         for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
-            slices = zip(index or (), wanted.shape, strict=True)
-            box = tuple(entry.indices(size)[:2] for entry, size in slices)
-            self._devices.setdefault(box, []).append(device)
+            bounds = []
+            for entry, size in zip(index or (), wanted.shape, strict=True):
+                start, stop, _ = entry.indices(size)
+                bounds.append((start, stop))
+            self._devices.setdefault(tuple(bounds), []).append(device)
         self._buffers = {}
+        self.nbytes = 0
         for box in self._devices:
             box_shape = [stop - start for start, stop in box]
-            self._buffers[box] = _allocate(box_shape, wanted.dtype)
-        self.nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
+            buffer = _allocate(box_shape, wanted.dtype)
+            self._buffers[box] = buffer
+            self.nbytes += buffer.nbytes
         self.remaining = self.nbytes
 
     def pieces(self) -> Iterator[tuple[int, Any]]:
@@ -250,8 +262,10 @@ class _Part:
             for (first, stop), size in zip(box, chunk, strict=True):
                 ranges.append(_cut_range(first, stop, size))
             for piece in itertools.product(*ranges):
-                elements = math.prod(entry.stop - entry.start for entry in piece)
-                yield elements * buffer.dtype.itemsize, partial(self._start_copy, target, piece)
+                nbytes = buffer.dtype.itemsize
+                for entry in piece:
+                    nbytes *= entry.stop - entry.start
+                yield nbytes, partial(self._start_copy, target, piece)
 
     def _start_copy(self, target: Any, piece: tuple[slice, ...]) -> Any:
         return target[piece].write(self._stored[piece])
@@ -271,8 +285,9 @@ class _Part:
 def _cut_range(first: int, stop: int, size: int) -> list[slice]:
     """A range cut at multiples of `size`, so that no chunk of the files is read twice: 3 to 10 by 4 at 4 and 8."""
     # The first multiple above `first`: of 3 and 4 it is 4, of 4 and 4 it is 8.
-    cuts = [first, *range(first // size * size + size, stop, size), stop]
-    return [slice(*pair) for pair in itertools.pairwise(cuts)]
+    multiple = first // size * size + size
+    cuts = [first, *range(multiple, stop, size), stop]
+    return [slice(start, end) for start, end in itertools.pairwise(cuts)]
 
 
 def _allocate(shape: list[int], dtype: Any) -> np.ndarray:

@@ -108,8 +108,8 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
         raise NewerError(f"its format is {version}; this version of shardkit reads up to {FORMAT}")
     if not is_intact:
         raise ValueError("its record is damaged, or not from shardkit")
-    run = Run(**{name: document[name] for name in Run._fields})
-    return run, document["leaves"]
+    fields = {name: document[name] for name in Run._fields}
+    return Run(**fields), document["leaves"]
 
 
 def _is_complete(document: Mapping[str, Any]) -> bool:
@@ -158,6 +158,7 @@ def select_records(where: str, stored: Records, wanted: Records, residuals: Resi
         stored = _leave_out_residuals(stored)
         wanted = _leave_out_residuals(wanted)
     _check_residuals(where, stored, wanted)
+    # Rows are not compared: residuals [4, 8] of four devices are read for a target with [2, 8], and spread there.
     with_saved_rows = {}
     for path, record in wanted.items():
         if is_residual(path) and path in stored and stored[path]["shape"]:
@@ -232,7 +233,9 @@ def list_some(paths: list[str]) -> str:
 
 
 def _count_leaves(paths: list[str]) -> str:
-    return f"{len(paths)} {'leaf' if len(paths) == 1 else 'leaves'}"
+    if len(paths) == 1:
+        return "1 leaf"
+    return f"{len(paths)} leaves"
 
 
 def _to_json_value(name: str, value: Any) -> Any:

@@ -49,7 +49,7 @@ class Workers:
                 by_worker[worker][name] = x
                 sharding: Any = x.sharding
                 specs[name] = PartitionSpec(self.axis, *sharding.spec)
-        stacked = [_add_dims(worker_arrays) for worker_arrays in by_worker]
+        stacked = list(map(_add_dims, by_worker))
         return join_submeshes(stacked, self.mesh, specs, rows=True) | shared
 
     def stack_records(self, records: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,15 +94,21 @@ class Workers:
         for path, x in wanted.items():
             name, worker = self._split_path(path)
             array = arrays[name]
-            unstacked[path] = array if worker is None else _take_worker(array, x)
+            if worker is not None:
+                array = _take_worker(array, x)
+            unstacked[path] = array
         return unstacked
 
     def _split_path(self, path: str) -> tuple[str, int | None]:
         """The path without the number of a worker, and that number; of a state without workers the path."""
-        match = _WORKER.match(path) if self.count else None
+        match = None
+        if self.count:
+            match = _WORKER.match(path)
         if match is None:
             return path, None
-        return f"workers.{path[match.end() :]}", int(match[1])
+        # "workers.3.params.w" is "workers.params.w" of worker 3.
+        in_worker = path[match.end() :]
+        return f"workers.{in_worker}", int(match[1])
 
 
 def find_workers(state: Any) -> Workers:
@@ -138,7 +144,10 @@ def _take_worker(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     layout = _add_dim(wanted.sharding)
     # `array[number]` would be a program of all processes, in which each must name the same worker. The shards of this
     # one are here already.
-    shards = [shard.data for shard in array.addressable_shards if shard.device in layout.device_set]
+    shards = []
+    for shard in array.addressable_shards:
+        if shard.device in layout.device_set:
+            shards.append(shard.data)
     part = jax.make_array_from_single_device_arrays((1, *wanted.shape), layout, shards)
     return jax.jit(_take_first, out_shardings=wanted.sharding)(part)
 

@@ -52,7 +52,8 @@ def find_absent(name: str, timeout: float) -> str | None:
     counts = re.search(r"reached the barrier: (\d+)/(\d+)", text)
     if tasks is None or counts is None:
         return f"some ({' '.join(text.split())})"
-    ranks = sorted(int(rank) for rank in re.findall(r"(\d+)\n", tasks[1]))
+    numbers = re.findall(r"(\d+)\n", tasks[1])
+    ranks = sorted(map(int, numbers))
     arrived = int(counts[1])
     expected = int(counts[2])
     if len(ranks) < expected - arrived:  # of many, the text names only some
@@ -129,8 +130,15 @@ def _check_devices(device_count: int, local_count: int, expected: int | None) ->
 def _sum_over_devices(device_count: int) -> float:
     """1 + 2 + ... + device_count, where the k-th device has the number k, by an all_reduce over all of them."""
     mesh = make_mesh(all=-1)
-    sharded = PartitionSpec("all")
-    make_numbers = jax.jit(lambda: jnp.arange(1.0, device_count + 1), out_shardings=NamedSharding(mesh, sharded))
-    sum_numbers = jax.shard_map(lambda x: all_reduce(x, "all"), mesh=mesh, in_specs=sharded, out_specs=PartitionSpec())
-    total = jax.jit(sum_numbers)(make_numbers())
+    split = PartitionSpec("all")
+
+    def make_numbers() -> jax.Array:
+        return jnp.arange(1.0, device_count + 1)
+
+    def sum_numbers(x: jax.Array) -> jax.Array:
+        return all_reduce(x, "all")
+
+    numbers = jax.jit(make_numbers, out_shardings=NamedSharding(mesh, split))()
+    mapped = jax.shard_map(sum_numbers, mesh=mesh, in_specs=split, out_specs=PartitionSpec())
+    total = jax.jit(mapped)(numbers)
     return float(total[0])

@@ -90,7 +90,8 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         counts = ("world_size", "num_nodes", "devices_per_process", "tensor_parallel_size", "pipeline_parallel_size")
-        at_least("DistributedConfig", 1, **{name: getattr(self, name) for name in counts})
+        values = {name: getattr(self, name) for name in counts}
+        at_least("DistributedConfig", 1, **values)
         self._check_processes()
         self._check_parallel_sizes()
         self._check_ranks()
@@ -154,7 +155,7 @@ class DistributedConfig:
                 raise ValueError(
                     f"DistributedConfig: mesh_axis_names must be distinct; got {names} with {name!r} twice. Rename one."
                 )
-        if any(size < 1 for size in shape):
+        if min(shape, default=1) < 1:
             raise ValueError(
                 f"DistributedConfig: the sizes in mesh_shape must be at least 1; got {shape}. Change the size."
             )
@@ -170,7 +171,9 @@ class DistributedConfig:
             if value == 1:  # the default, which says nothing
                 self._set(field, size)
             elif value != size:
-                actual = f"size {size}" if axis in sizes else f"no such axis in {names}"
+                actual = f"no such axis in {names}"
+                if axis in sizes:
+                    actual = f"size {size}"
                 raise ValueError(
                     f"DistributedConfig: {field} must be the size of the mesh axis {axis!r}; got {value} and {actual}. "
                     "Change one."
@@ -189,7 +192,8 @@ class DistributedConfig:
         Raises:
             ValueError: a variable that is not a whole number, or an inconsistent configuration.
         """
-        environ = os.environ if environ is None else environ
+        if environ is None:
+            environ = os.environ
         values: dict[str, object] = {}
         for name in ("master_addr", "master_port", "world_size", "rank", "local_rank"):
             text = environ.get(name.upper())
@@ -238,7 +242,9 @@ class DistributedConfig:
 
     def jax_settings(self) -> dict[str, str]:
         """The jax configuration for `backend`; empty for "nccl", jax's default on GPUs."""
-        return {} if self.backend == "nccl" else {"jax_cpu_collectives_implementation": self.backend}
+        if self.backend == "nccl":
+            return {}
+        return {"jax_cpu_collectives_implementation": self.backend}
 
     def mesh(self) -> Mesh:
         """The mesh: `mesh_shape` under `mesh_axis_names`, by default data x model x stage; one device if disabled.
@@ -250,17 +256,16 @@ class DistributedConfig:
         if not self.enabled:
             # With the same names, so that specs and plans of the distributed run hold here too.
             return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))
-        shape = self.mesh_shape or (
-            self.get_data_parallel_size(),
-            self.tensor_parallel_size,
-            self.pipeline_parallel_size,
-        )
+        shape = self.mesh_shape
+        if not shape:
+            shape = (self.get_data_parallel_size(), self.tensor_parallel_size, self.pipeline_parallel_size)
         if jax.device_count() != self.world_size:
             raise ValueError(
                 f"DistributedConfig: world_size must equal the number of devices; got world_size={self.world_size} and "
                 f"{jax.device_count()} devices. Change world_size, or call simulate_devices({self.world_size}) first."
             )
-        return make_mesh(**dict(zip(names, shape, strict=True)))
+        sizes = dict(zip(names, shape, strict=True))
+        return make_mesh(**sizes)
 
     @typed
     def plan(self, rules: DimRules | None = None, *, layerwise: tuple[str, ...] = ()) -> Plan:

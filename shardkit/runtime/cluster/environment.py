@@ -44,15 +44,19 @@ def read_variables(environ: Mapping[str, str]) -> JobFacts:
 
     def number(name: str) -> int | None:
         text = environ.get(name)
-        return None if text is None else _read_number(name, text)
+        if text is None:
+            return None
+        return _read_number(name, text)
 
     size = number("WORLD_SIZE")
     port = number("MASTER_PORT") or 29500
     torch_job = JobFacts()
     if size is not None:
-        address = f"{environ.get('MASTER_ADDR', 'localhost')}:{port}"
+        address: str | None = f"{environ.get('MASTER_ADDR', 'localhost')}:{port}"
         # One process has no coordinator to connect to, though its launcher may set the variables of one.
-        torch_job = JobFacts(None if size == 1 else address, size, number("RANK"))
+        if size == 1:
+            address = None
+        torch_job = JobFacts(address, size, number("RANK"))
     jax_job = JobFacts(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
     return jax_job.fill_missing(torch_job)
 
@@ -104,7 +108,9 @@ def find_local_rank(environ: Mapping[str, str]) -> int:
     for name in ("LOCAL_RANK", _SLURM[2], _OPEN_MPI[2]):
         if name in environ:
             text = environ[name]
-            return int(text) if text.isdigit() else 0
+            if text.isdigit():
+                return int(text)
+            return 0
     return 0
 
 

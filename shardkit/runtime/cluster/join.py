@@ -6,7 +6,7 @@ import inspect
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -115,8 +115,11 @@ def initialize(
     """
     at_least_zero("initialize", timeout=timeout)
     ids = local_device_ids
-    at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
-    passed = JobFacts(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    if isinstance(ids, int):
+        ids = (ids,)
+    if ids is not None:
+        at_least("initialize", 0, local_device_ids=min(ids, default=0))
+    passed = JobFacts(coordinator_address, num_processes, process_id, ids)
     certificates = _check_certificates(mtls_cert_file, mtls_key_file, mtls_ca_file)
     is_enabled = config is None or config.enabled
     if is_enabled and jax.distributed.is_initialized():
@@ -133,7 +136,10 @@ def initialize(
     if not is_enabled:
         return Cluster(0, 1, 0, True, "")
     job = _find_job(config, passed, variables, timeout)
-    local_rank = environment.find_local_rank(os.environ) if config is None else config.local_rank or 0
+    if config is None:
+        local_rank = environment.find_local_rank(os.environ)
+    else:
+        local_rank = config.local_rank or 0
     if job.address is None and job.size in (None, 1) and not job.rank:
         backends.leave_out_idle_tpu()
         _check_devices(expect_devices)
@@ -160,7 +166,8 @@ def _find_job(config: DistributedConfig | None, passed: JobFacts, variables: Job
     if config is not None:
         # An argument that is passed contradicts variables on purpose: the config is compared with them only without.
         has_place = passed.size is not None or passed.rank is not None
-        job = job.fill_missing(_read_config(config, JobFacts() if has_place else variables))
+        compared = JobFacts() if has_place else variables
+        job = job.fill_missing(_read_config(config, compared))
     job = job.fill_missing(variables)
     is_complete = None not in (job.address, job.size, job.rank)
     if job.size != 1 and not is_complete:
@@ -200,8 +207,11 @@ def _join_monitors(config: DistributedConfig | None, passed: JobFacts, timeout: 
     with _find_joined_place(passed, timeout) as place:
         if place.size > 1:
             client.start(place)
-    address = place.address if place.size > 1 else ""
-    return Cluster(place.rank, place.size, environment.find_local_rank(os.environ), place.rank == 0, address)
+    address = ""
+    if place.size > 1:
+        address = place.address
+    local_rank = environment.find_local_rank(os.environ)
+    return Cluster(place.rank, place.size, local_rank, place.rank == 0, address)
 
 
 def is_main() -> bool:
@@ -278,7 +288,8 @@ def _find_joined_place(passed: JobFacts, timeout: float) -> Iterator[Place]:
     could end the job anyway. Refuses what `passed` says otherwise than jax, and a process 0 that does not answer.
     """
     address, size, rank = backends.joined_job()
-    for name, value, actual in (("num_processes", passed.size, size), ("process_id", passed.rank, rank)):
+    facts = (("num_processes", passed.size, size), ("process_id", passed.rank, rank))
+    for name, value, actual in facts:
         if value is not None and value != actual:
             raise ValueError(
                 f"initialize: {name} must be {actual}, as in the job that jax has joined already; got {value}. Leave "
@@ -306,7 +317,9 @@ def _find_joined_place(passed: JobFacts, timeout: float) -> Iterator[Place]:
     # The socket holds the port until the monitor listens on it: another job on this host would take a port that is only
     # known to have been free.
     with free_port("") as free:
-        new_token = "" if token else secrets.token_hex(32)
+        new_token = ""
+        if not token:
+            new_token = secrets.token_hex(32)
         backends.tell_processes(_KEY, f"{free} {new_token}")
         yield Place(host, free, 0, size, timeout, cpu, token or new_token)
 
@@ -343,13 +356,16 @@ def _check_first() -> None:
 def _read_config(config: DistributedConfig, variables: JobFacts) -> JobFacts:
     """What the config says; refuses one that describes another job than the launcher started."""
     size = config.num_processes
-    for name, described, variable in (("num_processes", size, variables.size), ("rank", config.rank, variables.rank)):
+    facts = (("num_processes", size, variables.size), ("rank", config.rank, variables.rank))
+    for name, described, variable in facts:
         if variable is not None and variable != described:
             raise ValueError(
                 f"initialize: the config must describe the job that the environment variables do; got {name}="
                 f"{described} and {variable}. Make it with DistributedConfig.from_environment(), or correct one."
             )
-    address = None if size == 1 else f"{config.master_addr}:{config.master_port}"
+    address = None
+    if size != 1:
+        address = f"{config.master_addr}:{config.master_port}"
     return JobFacts(address, size, config.rank, environment.choose_devices(config, os.environ))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import mesh_in_context, name_axes
 from shardkit._arguments.typed import Arrays, DType, Specs, typed
-from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
+from shardkit.meshes.layout import (
+    WHOLE,
+    broadcast_specs,
+    canonical,
+    check_spec,
+    count_devices,
+    local_shape_of,
+    path_name,
+    split_dims,
+)
 from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.data.reading import is_key, processes_of, to_storable
 
@@ -84,7 +92,7 @@ def from_process_local(
     """
     mesh = mesh_in_context("from_process_local", mesh, devices=True)
     check_spec("from_process_local", spec, mesh, len(spec))
-    pieces = math.prod(mesh.shape[axis] for axis in _row_axes(spec))
+    pieces = count_devices(mesh, _row_axes(spec))
     # Of a batch with one row for each part, the rows of this process are the number of its parts.
     mine = len(local_rows(pieces, mesh, spec))
     if not mine and batch is None:
@@ -131,7 +139,9 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh | None = None,
 
     def make_leaf(path: Any, x: Any) -> jax.Array:
         x = on_host("from_process_local", path, x)
-        shape = (batch, *x.shape[1:]) if x.ndim else ()
+        shape: tuple[int, ...] = ()
+        if x.ndim:
+            shape = (batch, *x.shape[1:])
         sharding = sharding_of("from_process_local", path, shape, mesh, spec)
         return global_array(x, sharding, shape, rows)
 
@@ -163,10 +173,10 @@ def from_single_device(
         if not isinstance(x, jax.Array):
             raise TypeError(f"from_single_device: shards must be jax arrays; got {x!r}. Put each on its device.")
     sharding = sharding_of("from_single_device", (), tuple(shape), mesh, spec)
-    expected_devices = sorted(device.id for device in list[Any](sharding.addressable_devices))
+    expected_devices = _list_ids(sharding.addressable_devices)
     devices: list[int] = []
     for x in shards:
-        devices += [device.id for device in list[Any](x.devices())]
+        devices += _list_ids(x.devices())
     if sorted(devices) != expected_devices:
         raise ValueError(
             "from_single_device: there must be one shard on each of this process's devices of the mesh, "
@@ -194,6 +204,10 @@ def from_single_device(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=array_dtype)
 
 
+def _list_ids(devices: Iterable[Any]) -> list[int]:
+    return sorted(device.id for device in devices)
+
+
 @typed
 def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE) -> np.ndarray:
     """Returns the rows of a global batch on this process's devices, ascending; none outside the mesh.
@@ -208,7 +222,7 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
     mesh = mesh_in_context("local_rows", mesh, devices=True)
     check_spec("local_rows", spec, mesh, len(spec))
     axes = _row_axes(spec)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
+    parts = count_devices(mesh, axes)
     if batch % parts:
         count = len(processes_of(mesh.devices.flat))
         devices = f"{parts} devices"
@@ -220,7 +234,8 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
         )
     # By the layout of a vector of the rows, which has the devices of the batch along its first dim alone. With tokens
     # split over another axis several devices have the same rows.
-    rows_of_devices = NamedSharding(mesh, PartitionSpec(axes or None)).addressable_devices_indices_map((batch,))
+    layout = NamedSharding(mesh, PartitionSpec(axes or None))
+    rows_of_devices = layout.addressable_devices_indices_map((batch,))
     is_here = np.zeros(batch, bool)
     for index in rows_of_devices.values():
         if index is not None:
@@ -229,7 +244,8 @@ def local_rows(batch: int, mesh: Mesh | None = None, spec: PartitionSpec = WHOLE
 
 
 def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    return spec_axes(spec)[0] if len(spec) else ()
+    """The axes that split the rows, dim 0."""
+    return split_dims(spec).get(0, ())
 
 
 def _refuse_different(tree: Any) -> None:
@@ -267,7 +283,9 @@ def sharding_of(where: str, path: Any, shape: tuple[int, ...], mesh: Mesh, spec:
 
 
 def _leaf(where: str, path: Any) -> str:
-    return f"{where}: leaf {path_name(path)}" if path else where
+    if path:
+        return f"{where}: leaf {path_name(path)}"
+    return where
 
 
 def on_host(where: str, path: Any, x: Any) -> Any:
@@ -293,8 +311,10 @@ def global_array(x: Any, sharding: NamedSharding, shape: tuple[int, ...], rows: 
         if rows is None or not shape:
             return x[index]
         # Rows 6 and 7 of the array are the third and the fourth here if this process has rows 0, 1, 6, 7.
-        first, stop, _ = index[0].indices(shape[0])
+        row_index, *other_indices = index
+        first, stop, _ = row_index.indices(shape[0])
         start = int(np.searchsorted(rows, first))
-        return x[(slice(start, start + stop - first), *index[1:])]
+        rows_here = slice(start, start + stop - first)
+        return x[(rows_here, *other_indices)]
 
     return jax.make_array_from_callback(shape, sharding, take_shard, dtype=x.dtype)

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.collectives import vary
 from shardkit.collectives.axes import vary_like
-from shardkit.meshes.layout import all_axes, spec_axes
+from shardkit.meshes.layout import all_axes, count_devices, split_dims
 from shardkit.runtime.data.reading import from_every_device, to_storable
 
 _PIECE = 2**18  # elements: a MiB of words, which stays in a CPU's cache
@@ -41,10 +41,12 @@ def shard_checksums(leaves: Sequence[jax.Array], *, mesh: Mesh, specs: tuple[Par
     """
 
     def per_device(leaves: Sequence[jax.Array]) -> jax.Array:
-        sums = jnp.stack([vary(checksum(x), mesh.axis_names) for x in leaves])
-        return from_every_device(sums, mesh.axis_names)
+        sums = [vary(checksum(x), mesh.axis_names) for x in leaves]
+        return from_every_device(jnp.stack(sums), mesh.axis_names)
 
-    return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec())(list(leaves))
+    in_specs = (list(specs),)
+    gathered = jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
+    return gathered(list(leaves))
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
@@ -129,13 +131,13 @@ def _sum_on_devices(
 
 def _sum_shard(x: jax.Array, spec: PartitionSpec, mesh: Any, piece: int | None) -> jax.Array:
     """What this device's shard adds to the checksum of its array: nothing if it is not the first copy."""
-    axes = [*spec_axes(spec), *[()] * x.ndim][: x.ndim]
-    start: list[Any] = []
-    shape = []
-    for dim_axes, size in zip(axes, x.shape, strict=True):
-        # x is a shard, so that `size` is that of a device's part: it begins so many parts into the array.
-        start.append(lax.axis_index(dim_axes) * size if dim_axes else 0)
-        shape.append(size * math.prod(mesh.shape[axis] for axis in dim_axes))
+    axes_of_dim = split_dims(spec)
+    start: list[Any] = [0] * x.ndim
+    shape = list(x.shape)
+    for dim, axes in axes_of_dim.items():
+        # x is a shard, so that its size is that of a device's part: it begins so many parts into the array.
+        start[dim] = lax.axis_index(axes) * x.shape[dim]
+        shape[dim] *= count_devices(mesh, axes)
 
     def sum_words(x: jax.Array) -> jax.Array:
         return vary(checksum_of_part(x, start, shape, piece), mesh.axis_names)
@@ -168,7 +170,7 @@ def checksum_of_part(x: jax.Array, start: Sequence[Any], shape: Sequence[int], p
     if piece is None or x.size <= piece:
         return jnp.sum(_make_words(x, start, shape), dtype=jnp.uint32)
     tile = _choose_tile(x.shape, piece)
-    counts = []  # of tiles along each dim
+    counts = []  # of tiles along each dim, rounded up
     for size, step in zip(x.shape, tile, strict=True):
         counts.append(-(-size // step))
 
@@ -183,9 +185,10 @@ def checksum_of_part(x: jax.Array, start: Sequence[Any], shape: Sequence[int], p
             begin.append(tile_begin)
             place.append(tile_begin + offset)
         words = _make_words(lax.dynamic_slice(x, begin, tile), place, shape)
+        leading = _count_leading_dims(x)
         for dim, size in enumerate(x.shape):
             if size % tile[dim]:
-                index = begin[dim] + lax.broadcasted_iota(jnp.int32, words.shape, dim + _count_leading_dims(x))
+                index = begin[dim] + lax.broadcasted_iota(jnp.int32, words.shape, dim + leading)
                 words = jnp.where(index >= first[dim], words, jnp.uint32(0))
         return total + jnp.sum(words, dtype=jnp.uint32)
 
@@ -225,8 +228,10 @@ def _make_words(x: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax
     leading = _count_leading_dims(x)
     bits = _split_words(to_storable(x)).astype(jnp.uint32)
     trailing = bits.shape[leading + x.ndim :]  # the words of an element wider than 32 bits
-    sizes = (*bits.shape[:leading], *shape, *trailing)
-    firsts = (*(0,) * leading, *start, *(0,) * len(trailing))
+    # Dims of words are whole in each part: they begin at 0.
+    sizes = [*bits.shape[:leading], *shape, *trailing]
+    firsts = [0] * leading + list(start) + [0] * len(trailing)
+    # The number of each word in the array, row-major: in [4, 6], word [1, 2] is number 1 * 6 + 2 = 8.
     place = jnp.uint32(0)
     for dim, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
         index = lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
@@ -247,8 +252,9 @@ def _split_words(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         # [2, ...]: the dim in front that `_count_leading_dims` counts.
         x = jnp.stack([x.real, x.imag])
-    is_floating = jnp.issubdtype(x.dtype, jnp.floating)
-    if not is_floating and x.dtype.itemsize <= 4:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = min(jnp.finfo(x.dtype).bits, 32)
+        return lax.bitcast_convert_type(x, f"uint{bits}")
+    if x.dtype.itemsize <= 4:
         return x.astype(jnp.uint32)  # bitcast does not accept booleans and integers below a byte
-    bits = jnp.finfo(x.dtype).bits if is_floating else 64
-    return lax.bitcast_convert_type(x, f"uint{min(bits, 32)}")
+    return lax.bitcast_convert_type(x, "uint32")  # of 64 bits

@@ -144,10 +144,15 @@ def _batches(
     import grain
 
     rows = local_rows(batch, mesh, spec)
-    rows_to_read = rows if rows.size else np.zeros(1, np.int64)  # outside the mesh one, for shapes and dtypes
+    rows_to_read = rows
+    if not rows.size:  # outside the mesh one row, for shapes and dtypes
+        rows_to_read = np.zeros(1, np.int64)
     dataset = grain.MapDataset.source(_Rows(samples, position, batch, rows_to_read))
     # grain counts rows here, and not batches. With fewer of them than threads, some threads would idle.
-    ahead = max(threads, prefetch * len(rows_to_read)) if threads else 0
+    # For example with 8 threads, prefetch=2 and 16 rows a batch: 32 rows are read ahead.
+    ahead = 0
+    if threads:
+        ahead = max(threads, prefetch * len(rows_to_read))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
     local_batches = dataset.to_iter_dataset(options).batch(len(rows_to_read))
     with closing(iter(local_batches)) as iterator:
@@ -246,7 +251,9 @@ def _make_sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
             f"loader: source must have `len` and `source[i]`, or be a grain.MapDataset; got {source!r}. Pass for "
             "example a list of samples."
         )
-    samples = source if is_dataset else grain.MapDataset.source(source)
+    samples = source
+    if not is_dataset:
+        samples = grain.MapDataset.source(source)
     # Shuffled before it is repeated: every epoch has each sample once, and grain gives each epoch another order.
     if seed is not None:
         samples = samples.shuffle(seed=seed)

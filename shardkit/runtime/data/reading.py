@@ -131,7 +131,9 @@ def is_key(x: Any) -> bool:
 
 def to_storable(x: Any) -> Any:
     """Typed keys as their integers; other arrays unchanged."""
-    return jax.random.key_data(x) if is_key(x) else x
+    if is_key(x):
+        return jax.random.key_data(x)
+    return x
 
 
 def _is_whole_here(x: Any) -> bool:
@@ -158,8 +160,10 @@ def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
     message = jnp.concatenate(vary(vectors, axes))
     messages = all_gather(message[None], axes, replicated=True)
     # `split` wants the places between the vectors, so that the end of the last one is left out.
-    ends = np.cumsum([x.size for x in vectors])[:-1]
-    return jax.tree.unflatten(structure, jnp.split(messages, ends, axis=1))
+    lengths = [x.size for x in vectors]
+    ends = np.cumsum(lengths)[:-1]
+    pieces = jnp.split(messages, ends, axis=1)
+    return jax.tree.unflatten(structure, pieces)
 
 
 def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list[tuple[str, Any]]]:
@@ -169,17 +173,23 @@ def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list
         path = path_name(key_path)
         x = stored_array(leaf)
         sharding = getattr(x, "sharding", None)
-        leaf_mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        leaf_mesh: Any = None
+        if isinstance(sharding, NamedSharding):
+            leaf_mesh = sharding.mesh
         if mesh is None:
             mesh = leaf_mesh
         if leaf_mesh is None or leaf_mesh != mesh:
-            fault = f"has {sharding}" if sharding else f"is a {type(x).__name__}"
+            fault = f"is a {type(x).__name__}"
+            if sharding:
+                fault = f"has {sharding}"
             raise TypeError(
                 f"{where}: every leaf must be an array over one mesh; leaf {path} {fault}. Create it with "
                 "from_full(tree, mesh, spec), or remove it from the tree."
             )
         leaves.append((path, x))
-    return mesh if leaves else None, leaves
+    if not leaves:
+        return None, []
+    return mesh, leaves
 
 
 def on_any_process(is_so: bool) -> bool:

@@ -89,7 +89,9 @@ def _check_names(where: str, stored: list[str], wanted: list[str], partial: bool
     missing = [name for name in wanted if name not in stored]
     unexpected = [name for name in stored if name not in wanted]
     if missing:
-        more = f" and has {list_some(unexpected)} that like lacks" if unexpected else ""
+        more = ""
+        if unexpected:
+            more = f" and has {list_some(unexpected)} that like lacks"
         raise ValueError(f"{where} lacks {list_some(missing)}{more}. Build the parameters as the run did.")
     if unexpected and not partial:
         raise ValueError(f"{where} has {list_some(unexpected)} that like lacks. Pass partial=True to leave them out.")
@@ -104,15 +106,18 @@ def _check_leaf(where: str, name: str, stored: Any, x: Any, cast: bool) -> None:
         )
     if stored["dtype"] == str(x.dtype):
         return
-    is_convertible = _is_floating(stored["dtype"]) and _is_floating(x.dtype)
-    if is_convertible and cast:
-        return
-    remedy = "Pass cast=True to convert it." if is_convertible else "Load it in its own dtype, and convert it."
+    remedy = "Load it in its own dtype, and convert it."
+    if _is_floating(stored["dtype"]) and _is_floating(x.dtype):
+        if cast:
+            return
+        remedy = "Pass cast=True to convert it."
     raise ValueError(f"{where} has leaf {name!r} of dtype {stored['dtype']}; like has {x.dtype}. {remedy}")
 
 
 def _is_floating(dtype: Any) -> bool:
-    return dtype != "key" and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    if dtype == "key":
+        return False
+    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
 
 
 def _cast(loaded: Any, x: Any) -> Any:
