@@ -69,7 +69,7 @@ def estimate(
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
         >>> found = sk.planner.estimate(model, sk.planner.Layout(fsdp=64), chip="v5p", batch=64, sequence=2048)
         >>> f"{found.bytes / 1e9:.1f} GB, {found.seconds:.2f} s, MFU {found.mfu:.0%}"
-        '19.1 GB, 0.27 s, MFU 79%'
+        '19.1 GB, 0.44 s, MFU 49%'
     """
     machine = Machine(cost.chip(chip), memory_share, efficiency, links)
     layout, batch, sequence = check_job(model, layout, machine, batch, sequence)

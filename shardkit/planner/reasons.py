@@ -29,7 +29,7 @@ def explain(best: Candidate, judge: Judge) -> str:
         >>> job = dict(chip="v5e", batch=256, sequence=4096)
         >>> best = sk.planner.search(model, chips=64, **job)[0]
         >>> print(sk.planner.explain(best, lambda layout: sk.planner.estimate(model, layout, **job)))
-        compute binds: ...
+        exposed communication binds: ...
     """
     [best] = list_candidates([best])
     if not callable(judge):

@@ -103,7 +103,7 @@ def kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
         >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
         >>> found = sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)
         >>> [sorted(each.layout.axes) for each in sk.planner.kinds(found)][:2]
-        [['context', 'fsdp', 'model'], ['context', 'fsdp']]
+        [['context', 'fsdp', 'model'], ['fsdp', 'model']]
     """
     fastest_by_kind: dict[frozenset[str], list[Candidate]] = {}
     for candidate in sorted(list_candidates(candidates), key=_seconds_of):
