@@ -1,6 +1,6 @@
 """Which steps another checkout lowers to another program: what a change of words must not change.
 
-    python -m benchmarks.lowered --against ../before              # all steps, an hour of one core for each checkout
+    python -m benchmarks.lowered --against ../before              # half an hour of CPU time for each checkout
     python -m benchmarks.lowered --against ../before --part 3/18  # every 18th, from the fourth on
 
 The steps are those of the test suite: each plan with two models, each mesh of the transformer, each schedule in each of

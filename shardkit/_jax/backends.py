@@ -41,13 +41,15 @@ def lowering_for(platform: str, kind: str) -> Iterator[None]:
         yield
         return
     first_kind = jax.devices()[0].device_kind
+    before = dict(gpu_info.registry)  # a user may have kinds of GPUs in it
     version = gpu_info.gpu_version_from_device_kind(kind)
     with tracing_for(platform, kind):  # jax remembers what it has looked up for this context
         gpu_info.registry[first_kind] = lambda: gpu_info._get_gpu_info_impl(version)
         try:
             yield
         finally:
-            del gpu_info.registry[first_kind]
+            gpu_info.registry.clear()
+            gpu_info.registry.update(before)
 
 
 def platform() -> str | None:

@@ -18,7 +18,7 @@ class Overlap(NamedTuple):
     """What a compiler sends while a device computes, without options; all else waits, or is waited for.
 
     Attributes:
-        gathers: whether it gathers the weights of a layer that `jax.checkpoint` surrounds beside the layer's compute.
+        gathers: whether it gathers the weights of a layer beside the layer's compute.
         scatters: whether it scatters the gradients of a layer so.
         compute: the share of the compute that stands between the start and the end of those.
         sums: whether it sums gradients over data ways beside the optimizer's update.
@@ -42,7 +42,8 @@ class Habits(NamedTuple):
         weight_gradient: moved in a layer's backward pass, for each element of its matrices.
         saved: how often more than on TPUs what a layer saves for its backward pass is moved.
         routing: moved in each pass through a layer, for each element of the rows of its experts.
-        gradient_sum: sent over data ways without fsdp, for each gradient; as it is written a step sums 4 bytes.
+        gradient_sum: sent over data ways, for each gradient of one microbatch without fsdp; as it is written a step
+            sums 4 bytes. Those of several microbatches are sums in float32.
         scatter: sent over fsdp ways along three dims of a torus, for each byte of a scatter.
         overlap: what it hides.
     """

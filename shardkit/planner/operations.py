@@ -155,10 +155,9 @@ def _list_kernels(share: Share, platform: str, repeats: bool) -> list[OperationC
     )
     operations = []
     for causal, count in ((True, tiles.diagonal), (False, tiles.whole)):
-        forward, *backward = count_costs(platform, sizes, causal=causal)
-        kernels = [forward, *backward]
+        kernels = list(count_costs(platform, sizes, causal=causal))
         if repeats:
-            kernels.append(forward)
+            kernels.append(kernels[0])  # that of the result
         operations += [OperationCost(count * kernel.flops, count * kernel.moved) for kernel in kernels]
     return operations
 

@@ -32,7 +32,7 @@ def time_traffic(share: Share, machine: Machine) -> dict[str, float]:
             seconds[axis] = 0.0
             continue
         sent = traffic.sent
-        if axis == "data" and layout.fsdp == 1:
+        if axis == "data" and layout.fsdp == 1 and share.passes == 1:
             sent *= habits.gradient_sum / _F32
         if axis == "fsdp" and machine.count_dims(layout, axis) == 3:
             sent += (habits.scatter - 1) * count_parameter_traffic(share).scatters

@@ -118,6 +118,15 @@ def test_what_compilers_hide_by_hand():
     assert cube.exposed_seconds == pytest.approx((parts.gathers + 2 * parts.scatters + parts.tables) / 6e15)
     halved = found("v5p", 1e15, data=8)
     assert halved.exposed_seconds == pytest.approx(sent_over("data", SMALL, Layout(data=8), 1, 512) / 2 / 6e15)
+    # but for sums of several microbatches, which are float32
+    summed = planner.estimate(
+        SMALL,
+        Layout(data=8, accumulate=2),
+        chip=cost.chips["v5p"]._replace(link_bandwidth=1e15),
+        batch=16,
+        sequence=512,
+    )
+    assert summed.exposed_seconds == pytest.approx(2 * halved.exposed_seconds, rel=1e-6)
 
 
 # Catches sums over expert ways that are timed as if they stayed on one device, with one link of the torus.
