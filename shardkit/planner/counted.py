@@ -31,6 +31,7 @@ from shardkit.planner.estimate import check_at_most_a_billion, check_machine
 from shardkit.planner.habits import habits_of
 from shardkit.planner.layout import Layout
 from shardkit.planner.machine import Machine
+from shardkit.planner.overlap import hide_layers
 from shardkit.plans.dim_rules import is_in_subtrees
 from shardkit.plans.plan import Plan
 from shardkit.plans.splits import LeafLayout, is_layout
@@ -227,15 +228,11 @@ def _estimate(model: Counted, machine: Machine, ways: Ways, examples: int, state
     peak = machine.chip.flops
     compute = examples * model.counts.step_flops / (peak * machine.efficiency)
     # What is sent layer by layer hides behind the neighbours' compute, as far as the compiler lets it.
-    overlap = habits_of(machine.chip).overlap
     hidden = 0.0
     if ways.plan == "layerwise" and sent:
-        hideable = 0.0
-        if overlap.gathers:
-            hideable += gathered_by_layer
-        if overlap.scatters:
-            hideable += reduced
-        hidden = min(wire * hideable / sent, overlap.compute * compute)
+        per_byte = wire / sent
+        overlap = habits_of(machine.chip).overlap
+        hidden = hide_layers(overlap, per_byte * gathered_by_layer, per_byte * reduced, compute)
     fields: dict[str, Any] = {"model": model, "layout": ways}
     candidate: Any = CountedCandidate(
         **fields,

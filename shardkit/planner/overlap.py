@@ -13,7 +13,7 @@ Worked example: eight H100, a layer with 3 ms of compute and 1 ms of gathers and
 
 from __future__ import annotations
 
-from shardkit.planner.habits import habits_of
+from shardkit.planner.habits import Overlap, habits_of
 from shardkit.planner.machine import Machine
 from shardkit.planner.operations import time_attention, time_update
 from shardkit.planner.share import Share
@@ -40,18 +40,24 @@ def time_traffic(share: Share, machine: Machine) -> dict[str, float]:
     return seconds
 
 
+def hide_layers(overlap: Overlap, gathers: float, scatters: float, compute: float) -> float:
+    """Of the seconds of layers' gathers and scatters, those that compute hides."""
+    hideable = 0.0
+    if overlap.gathers:
+        hideable += gathers
+    if overlap.scatters:
+        hideable += scatters
+    return min(hideable, overlap.compute * compute)
+
+
 def hide_traffic(share: Share, machine: Machine, seconds: dict[str, float], compute: float) -> float:
     """Of the seconds on the wire, by axis, those that the compute of a step hides."""
     overlap = habits_of(machine.chip).overlap
     parameters = count_parameter_traffic(share)
-    hidden_bytes = 0.0
-    if overlap.gathers:
-        hidden_bytes += parameters.gathers
-    if overlap.scatters:
-        hidden_bytes += parameters.scatters
     hidden = 0.0
-    if hidden_bytes:
-        hidden = min(seconds["fsdp"] * hidden_bytes / parameters.sent, overlap.compute * compute)
+    if parameters.sent:
+        per_byte = seconds["fsdp"] / parameters.sent
+        hidden = hide_layers(overlap, per_byte * parameters.gathers, per_byte * parameters.scatters, compute)
     if overlap.sums:
         hidden += min(seconds["data"], time_update(share, machine))
     if share.layout.context > 1:
