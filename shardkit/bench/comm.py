@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardkit._arguments import checks
 from shardkit.bench import as_compiled, operations
 from shardkit.bench.fit import Fit, alpha_beta
-from shardkit.bench.kernels import Compared, case, of_all_processes, place
+from shardkit.bench.kernels import Compared, Neighbor, case, case_of_neighbor, of_all_processes, place
 from shardkit.bench.measure import MODES, Case, measure
-from shardkit.bench.operations import OPERATIONS
+from shardkit.bench.neighbors import make_neighbor, share_hidden
+from shardkit.bench.operations import OPERATIONS, Way
 from shardkit.bench.records import Record
 from shardkit.bench.sweep import WHERE, Sweep
 from shardkit.cost import bus_factor
@@ -43,7 +45,9 @@ def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, roun
         "written_bytes" (sent by a device, by the census), "wire_bytes" (as compiled), "hops", "compiled",
         "compiled_groups", "chip_us" and "of_chip" (expected time by the chip's figures, and expected over measured;
         None for an unknown chip), "fit_us" and "of_fit" (by `alpha_beta` of the sizes of this implementation; None for
-        a single size). "wrong" counts elements of all devices.
+        a single size). "wrong" counts elements of all devices. For each name in a sweep's `beside` there is a further
+        record, whose times are of both together: it has "beside" (the name), "alone_us", "neighbor_us", and "hidden",
+        (alone + neighbor - together) / min(alone, neighbor), in the median of rounds. Its bytes are those of both.
 
     Raises:
         ValueError: an unknown mode, or a number below 1.
@@ -66,15 +70,15 @@ def comm(sweeps: Sequence[Sweep], *, mode: str = "inside", calls: int = 20, roun
 
 def _measure_sweep(sweep: Sweep, mode: str, calls: int, rounds: int) -> list[Record]:
     """The records of one table: of each implementation, all sizes."""
-    records: dict[str, list[Record]] = {name: [] for name in sweep.ways}
+    records: dict[str, list[Record]] = {}
     # All implementations of a size together, so that they are timed in the same rounds.
     for count in sweep.counts:
         for record in _measure_size(sweep, count, mode, calls, rounds):
-            records[record["case"]].append(record)
+            records.setdefault(record["case"], []).append(record)
     result = []
-    for way_records in records.values():
-        _add_fit(way_records)
-        result += way_records
+    for case_records in records.values():
+        _add_fit(case_records)
+        result += case_records
     return result
 
 
@@ -97,28 +101,64 @@ def _measure_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) 
         axis = sweep.axes[0]
     shared = _describe_sweep(sweep, count)
     compared: dict[str, Compared] = {}
-    cases = []
-    for name, way in sweep.ways.items():
+
+    def make_case(impl: str, way: Way, neighbor_name: str = "", neighbor: Neighbor | None = None) -> Case:
+        name = impl
+        if neighbor_name:
+            name = f"{impl} beside {neighbor_name}"
         bound = operations.bound_error(way, sweep.dtype, sweep.redop, block, sweep.sizes)
         compared[name] = Compared(expected, bound)
         kernel = _bind(way.kernel, axis, options)
-        timed = case(name, kernel, x, poison, expected, mesh, compared[name])
+        timed = case(name, kernel, x, poison, expected, mesh, compared[name], neighbor)
         hops = None
-        if way.hops is not None:
+        if way.hops is not None and neighbor is None:
             hops = way.hops(n)
-        fields = {"impl": name} | shared | _read_program(timed, mesh, mode, calls, hops)
-        cases.append(timed._replace(fields=fields))
+        fields = {"impl": impl, "beside": neighbor_name} | shared | _read_program(timed, mesh, mode, calls, hops)
+        return timed._replace(fields=fields)
+
+    cases = [make_case(impl, way) for impl, way in sweep.ways.items()]
+    alone = cases[0]
+    for neighbor_name in sweep.beside:
+        neighbor = make_neighbor(neighbor_name, sweep, count, alone, calls)
+        cases.append(case_of_neighbor(neighbor_name, neighbor, mesh))
+        cases += [make_case(impl, way, neighbor_name, neighbor) for impl, way in sweep.ways.items()]
     along = f"{', '.join(sweep.axes)} of {checks.format_sizes(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {shared['size']} bytes of {sweep.dtype}, {along}"
     # What `measure` compares is the number of wrong elements, with 0. A wrong implementation is a row of the table and
     # does not end it, since the others still tell something.
     records = measure(WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, refuse=False)
+    by_case = {record["case"]: record for record in records}
+    # The neighbors alone are no collectives of this table: their times stand in the rows beside them.
+    records = [record for record in records if record["case"] in compared]
     # Each process has compared the blocks of its own devices.
     wrong = of_all_processes([compared[record["case"]].wrong for record in records])
     result = []
     for record, elements in zip(records, wrong, strict=True):
-        result.append(_add_bandwidth(record, compared[record["case"]], elements))
+        contention = _measure_contention(record, by_case)
+        result.append(_add_bandwidth(record | contention, compared[record["case"]], elements))
     return result
+
+
+def _measure_contention(record: Record, by_case: Mapping[str, Record]) -> Record:
+    """Fields of a record beside a neighbor: its own time alone, the neighbor's alone, and how much of them is hidden.
+
+    None of a record that has no neighbor.
+    """
+    if not record["beside"]:
+        return {"alone_us": None, "neighbor_us": None, "hidden": None}
+    alone = by_case[record["impl"]]
+    neighbor = by_case[record["beside"]]
+    shares = []
+    times_by_round = zip(
+        alone["samples"]["wall_us"], neighbor["samples"]["wall_us"], record["samples"]["wall_us"], strict=True
+    )
+    for times in times_by_round:
+        shares.append(share_hidden(*times))
+    return {
+        "alone_us": alone["wall_us_median"],
+        "neighbor_us": neighbor["wall_us_median"],
+        "hidden": float(np.median(shares)),
+    }
 
 
 def _bind(kernel: Callable[..., Any], axis: checks.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -206,17 +246,27 @@ def table(records: Sequence[Record]) -> str:
     # Simulated devices are no chip, and would leave these columns empty.
     if records[0]["chip"] is None:
         columns = [column for column in columns if column.field not in ("chip_us", "of_chip")]
-    rows = [tuple(column.heading for column in columns)]
-    for record in records:
-        rows.append(tuple(_format_cell(record, column) for column in columns))
-    lines = [_format_title(records[0]), layout.table(rows)]
-    lines += _describe_fits(records)
+    # Files of earlier versions have no "beside".
+    alone = [record for record in records if not record.get("beside")]
+    beside = [record for record in records if record.get("beside")]
+    lines = [_format_title(records[0]), _format_rows(alone, columns)]
+    lines += _describe_fits(alone)
+    if beside:
+        lines += ["at the same time as others: hidden is 1 where both take as long as the longer, 0 where as their sum"]
+        lines += [_format_rows(beside, _COLUMNS_BESIDE)]
     for record in records:
         if record["wrong"]:
             # Each process keeps the first wrong element of its own devices; only numbers are added up over processes.
             place = record["wrong_first"] or "on others"
-            lines.append(f"wrong: {record['impl']}, {record['size']} B: {place}")
+            lines.append(f"wrong: {record['case']}, {record['size']} B: {place}")
     return "\n".join(lines)
+
+
+def _format_rows(records: Sequence[Record], columns: Sequence[_Column]) -> str:
+    rows = [tuple(column.heading for column in columns)]
+    for record in records:
+        rows.append(tuple(_format_cell(record, column) for column in columns))
+    return layout.table(rows)
 
 
 def _format_title(record: Record) -> str:
@@ -285,6 +335,17 @@ _COLUMNS = (
     _Column("fit us", "fit_us", ".1f"),
     _Column("of fit", "of_fit", ".2f"),
     _Column("as compiled", "compiled"),
+)
+
+_COLUMNS_BESIDE = (
+    _Column("impl", "impl"),
+    _Column("beside", "beside"),
+    _Column("size B", "size"),
+    _Column("alone us", "alone_us", ".1f"),
+    _Column("other us", "neighbor_us", ".1f"),
+    _Column("together us", "wall_us_median", ".1f"),
+    _Column("hidden", "hidden", ".2f"),
+    _Column("#wrong", "wrong"),
 )
 
 

@@ -82,13 +82,15 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
 
 
 def _read_rows(records: Iterable[Record]) -> np.ndarray:
-    """Hops, bytes and seconds of the records that have all three and no wrong element, [records, 3]."""
+    """Hops, bytes and seconds, [records, 3], of the records that have all three, no wrong element and no neighbor."""
     rows = []
     for record in records:
         hops = record.get("hops")
         sent = record.get("written_bytes")
         time = record.get("wall_us_median")
         if hops is None or sent is None or time is None or record.get("wrong"):
+            continue
+        if record.get("beside"):  # the time of a collective and of what ran at the same time
             continue
         if time > 0:
             rows.append((hops, sent, time / 1e6))

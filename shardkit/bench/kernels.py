@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardkit.bench.measure import Case
 from shardkit.collectives import vary
+
+_Carry = list[jax.Array]
 
 
 class Compared:
@@ -35,7 +37,7 @@ class Compared:
 
     def __call__(self, carry: Any, value: Any) -> np.ndarray:
         """Compares the blocks [1, ...] of the second part of the carry; the number of wrong elements."""
-        _, result = carry
+        _, result, *_ = carry
         wrong = sum(self._compare_block(shard) for shard in result.addressable_shards)
         self.wrong = max(self.wrong, wrong)
         return np.array(wrong)
@@ -61,6 +63,20 @@ class Compared:
         return int(np.count_nonzero(~is_right))
 
 
+class Neighbor(NamedTuple):
+    """What every device runs in the same loop as a kernel.
+
+    Attributes:
+        run: of this device's block, a flat array.
+        x: the blocks of all devices, [devices, ...].
+        comes_first: whether the kernel waits for its result; otherwise neither needs the other.
+    """
+
+    run: Callable[[jax.Array], jax.Array]
+    x: jax.Array
+    comes_first: bool
+
+
 def case(
     name: str,
     kernel: Callable[[jax.Array], Any],
@@ -69,6 +85,7 @@ def case(
     expected: np.ndarray,
     mesh: Mesh,
     compared: Compared,
+    neighbor: Neighbor | None = None,
 ) -> Case:
     """A kernel as a case: `kernel(x)` of this device's block, again and again.
 
@@ -81,45 +98,90 @@ def case(
     The 1 is chosen between the operand's own and the 8, so that no compiler knows that the operand stays the same.
 
     `x` are the blocks of all devices, [devices, ...], split over all axes; `expected`, [devices, ...], is what results
-    must be, and `poison` what they begin as. Refuses a kernel whose result has another shape or dtype.
+    must be, and `poison` what they begin as. Each call of a case with a `neighbor` runs that too; its operand and its
+    result follow in the carry. Refuses a kernel whose result has another shape or dtype.
     """
-    axes = tuple(mesh.axis_names)
-    spec = P(axes)
+    spec = P(tuple(mesh.axis_names))
+    _check_result(name, _eval_result(kernel, x, mesh), expected)
+    carry = [x, place(np.broadcast_to(poison, expected.shape), mesh, spec)]
+    if neighbor is not None:
+        carry += _make_carry_of_neighbor(neighbor, mesh)
 
+    def call(carry: _Carry, flag: jax.Array) -> _Carry:
+        x, _, *carry_of_neighbor = carry
+        if neighbor is None:
+            result = vary(kernel(x), mesh.axis_names)
+            return [_depend(x, result, flag), result]
+        y, _ = carry_of_neighbor
+        if neighbor.comes_first:
+            # The kernel waits for the neighbor, and the next neighbor for the kernel.
+            result_of_neighbor = vary(neighbor.run(y), mesh.axis_names)
+            x = _depend(x, result_of_neighbor, flag)
+            result = vary(kernel(x), mesh.axis_names)
+            return [x, result, _depend(y, result, flag), result_of_neighbor]
+        result = vary(kernel(x), mesh.axis_names)
+        result_of_neighbor = vary(neighbor.run(y), mesh.axis_names)
+        return [_depend(x, result, flag), result, _depend(y, result_of_neighbor, flag), result_of_neighbor]
+
+    # What is compared is the number of wrong elements, which should be 0.
+    return _make_case(name, call, carry, mesh, compared)
+
+
+def case_of_neighbor(name: str, neighbor: Neighbor, mesh: Mesh) -> Case:
+    """A neighbor alone as a case, whose result is not compared."""
+
+    def call(carry: _Carry, flag: jax.Array) -> _Carry:
+        y, _ = carry
+        result = vary(neighbor.run(y), mesh.axis_names)
+        return [_depend(y, result, flag), result]
+
+    def check_nothing(carry: Any, value: Any) -> np.ndarray:
+        return np.zeros((), int)
+
+    return _make_case(name, call, _make_carry_of_neighbor(neighbor, mesh), mesh, check_nothing)
+
+
+def _make_case(
+    name: str,
+    call: Callable[[_Carry, jax.Array], _Carry],
+    carry: _Carry,
+    mesh: Mesh,
+    checked: Callable[[Any, Any], np.ndarray],
+) -> Case:
     @cache
     def repeat(calls: int) -> Callable[..., Any]:
-        return _make_loop(kernel, calls, mesh, spec)
+        return _make_loop(call, calls, mesh)
+
+    flag = place(np.zeros((), bool), mesh, P())
+    return Case(name, repeat(1), tuple(carry), (flag,), checked, np.zeros((), int), repeat)
+
+
+def _make_carry_of_neighbor(neighbor: Neighbor, mesh: Mesh) -> _Carry:
+    """The operand of a neighbor, and zeros for its result."""
+    result = _eval_result(neighbor.run, neighbor.x, mesh)
+    zeros = np.broadcast_to(np.zeros((), result.dtype), result.shape)
+    return [neighbor.x, place(zeros, mesh, P(tuple(mesh.axis_names)))]
+
+
+def _eval_result(kernel: Callable[[jax.Array], Any], x: jax.Array, mesh: Mesh) -> Any:
+    """The shapes of a kernel's results on all devices, [devices, ...]."""
+    axes = tuple(mesh.axis_names)
 
     def run_once(x: jax.Array) -> Any:
-        result = kernel(x[0])
-        return jax.tree.map(lambda leaf: vary(leaf, axes)[None], result)
+        return jax.tree.map(lambda leaf: vary(leaf, axes)[None], kernel(x[0]))
 
-    mapped = jax.shard_map(run_once, mesh=mesh, in_specs=spec, out_specs=spec)
-    _check_result(name, jax.eval_shape(mapped, x), expected)
-    carry = (x, place(np.broadcast_to(poison, expected.shape), mesh, spec))
-    flag = place(np.zeros((), bool), mesh, P())
-    # What is compared is the number of wrong elements, which should be 0.
-    return Case(name, repeat(1), carry, (flag,), compared, np.zeros((), int), repeat)
+    return jax.eval_shape(jax.shard_map(run_once, mesh=mesh, in_specs=P(axes), out_specs=P(axes)), x)
 
 
-def _make_loop(kernel: Callable[[jax.Array], Any], calls: int, mesh: Mesh, spec: P) -> Callable[..., Any]:
-    """The jitted step of a case: so many calls of a kernel on every device, at least one."""
+def _make_loop(call: Callable[[_Carry, jax.Array], _Carry], calls: int, mesh: Mesh) -> Callable[..., Any]:
+    """The jitted step of a case: so many calls on every device, at least one."""
+    spec = P(tuple(mesh.axis_names))
 
-    def call(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One call, and the operand of the next: the same one, if the compiler but knew that the flag is False."""
-        result = vary(kernel(x), mesh.axis_names)
-        first = jnp.where(flag, _first_element(result).astype(x.dtype), _first_element(x))
-        return lax.dynamic_update_slice(x, first, (0,)), result
-
-    def run_on_device(carry: Any, flag: jax.Array) -> Any:
-        blocks_of_x, blocks_of_result = carry  # of one device: [1, ...]
-
-        def call_again(_: Any, x_and_result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x, _ = x_and_result
-            return call(x, flag)
-
-        x, result = lax.fori_loop(0, calls, call_again, (blocks_of_x[0], blocks_of_result[0]))
-        return x[None], result[None]
+    def run_on_device(blocks: Any, flag: jax.Array) -> Any:
+        # The blocks of one device are [1, ...].
+        carry = [block[0] for block in blocks]
+        carry = lax.fori_loop(0, calls, lambda _, carry: call(carry, flag), carry)
+        return tuple(leaf[None] for leaf in carry)
 
     mapped = jax.shard_map(run_on_device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
 
@@ -127,6 +189,12 @@ def _make_loop(kernel: Callable[[jax.Array], Any], calls: int, mesh: Mesh, spec:
         return mapped(carry, flag), None
 
     return jax.jit(step, donate_argnums=(0,))
+
+
+def _depend(x: jax.Array, result: jax.Array, flag: jax.Array) -> jax.Array:
+    """The operand as it is, which a compiler takes to depend on a result: it does not know that the flag is False."""
+    first = jnp.where(flag, _first_element(result).astype(x.dtype), _first_element(x))
+    return lax.dynamic_update_slice(x, first, (0,))
 
 
 def place(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:

@@ -155,6 +155,38 @@ def _ragged_all_to_all(x: jax.Array, axis: Axes, *, split_dim: int, concat_dim: 
     return c.ragged_all_to_all(x, counts, axis, rows=len(x), limit=rows)
 
 
+def share_by_zipf(rows: int, n: int) -> np.ndarray:
+    """The rows that every device sends to each of n devices: device j gets a share that falls as 1 / (j + 1).
+
+    Worked example: 12 rows for 4 devices, in the ratio 1 : 1/2 : 1/3 : 1/4, are 5.76, 2.88, 1.92 and 1.44 rows. Rounded
+    down they are 5, 2, 1, 1; device 0 gets the 3 that are left: 8, 2, 1, 1.
+    """
+    weights = 1 / np.arange(1, n + 1)
+    shares = np.floor(rows * weights / weights.sum()).astype(np.int32)
+    shares[0] += rows - shares.sum()
+    return shares
+
+
+def _exchange_by_zipf(x: jax.Array, axis: Axes) -> Any:
+    n = c.axis_size(axis)
+    shares = share_by_zipf(len(x), n)
+    counts: Any = np.tile(shares, (n, 1))
+    # The first device receives most, `n` times its share; the results of all others end with zeros.
+    return c.ragged_all_to_all(x, counts, axis, rows=n * int(shares[0]), limit=int(shares[0]))
+
+
+def _refer_to_zipf(blocks: Sequence[Any], *, xp: Any = np) -> list[Any]:
+    """What `_exchange_by_zipf` must return on each device."""
+    n = len(blocks)
+    shares = share_by_zipf(len(blocks[0]), n)
+    results = []
+    for device in range(n):
+        first = shares[:device].sum()
+        arrivals = xp.concatenate([block[first : first + shares[device]] for block in blocks])
+        results.append(xp.pad(arrivals, (0, n * shares[0] - len(arrivals))))
+    return results
+
+
 def _without_residual(kernel: Kernel) -> Kernel:
     """A kernel that returns its result and a new residual, without that."""
 
@@ -281,6 +313,8 @@ _LIST = (
     Operation("all_gather", _ALL_GATHER, reference.all_gather, bus="all_gather", splits=True, gathers=True),
     Operation("reduce_scatter", _REDUCE_SCATTER, reference.reduce_scatter, _SUMS, bus="reduce_scatter", splits=True),
     Operation("all_to_all", _ALL_TO_ALL, reference.all_to_all, bus="all_to_all", splits=True, options=_rows_everywhere),
+    # Experts that tokens choose by popularity: each device has an expert, and the first one is the most popular.
+    Operation("ragged_all_to_all", {"lax": Way(_exchange_by_zipf)}, _refer_to_zipf, splits=True),
     Operation("broadcast", {"lax": Way(c.broadcast)}, reference.broadcast, bus="broadcast"),
     Operation("shift", {"lax": Way(c.shift)}, reference.shift, bus="sendrecv"),
     Operation(

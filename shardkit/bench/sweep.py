@@ -21,6 +21,8 @@ from shardkit.bench.operations import DTYPES, OPERATIONS, Operation, Way
 IMPLS = ("lax", "ring")
 REDOPS = ("sum", "mean", "max", "min")
 WHERE = "bench comm"
+COMPUTE = "compute"
+LATE = "late"
 _OTHER_NAMES = {"sendrecv": "shift", "gather": "gather_to_one"}  # those of nccl-tests
 
 
@@ -35,6 +37,8 @@ class Sweep(NamedTuple):
         counts: its elements, one for each size.
         mesh: the mesh.
         axes: those of the collective.
+        beside: what each implementation is measured beside, in addition to alone: names of other axes, "compute",
+            "late".
     """
 
     operation: Operation
@@ -44,6 +48,7 @@ class Sweep(NamedTuple):
     counts: tuple[int, ...]
     mesh: Mesh
     axes: tuple[str, ...]
+    beside: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -66,6 +71,7 @@ def sweeps(
     dtypes: Sequence[str] = ("float32",),
     redops: Sequence[str] = ("sum",),
     axis: checks.Axis | None = None,
+    beside: Sequence[str] = (),
 ) -> list[Sweep]:
     """Lists the measurements for `comm`: a table for each operation, reduction and dtype. It compiles nothing.
 
@@ -80,10 +86,13 @@ def sweeps(
         dtypes: dtypes of the array.
         redops: reductions, for the operations that reduce.
         axis: the axis or axes of the collective; None: all of the mesh.
+        beside: what runs at the same time, in rows of their own: an axis of the mesh (the same operation over it),
+            "compute" (a matmul that takes about as long), or "late" (the first device of each group arrives later, by
+            about as long).
 
     Raises:
-        ValueError: an unknown operation, implementation, dtype, reduction or axis, a kernel without a reference, or a
-            size that leaves a device without an element.
+        ValueError: an unknown operation, implementation, dtype, reduction or axis, a kernel without a reference, a
+            size that leaves a device without an element, or a `beside` that is an axis of the collective itself.
 
     Example:
         >>> [sweep] = sk.bench.sweeps(mesh, ops=["all_gather"], sizes=[1024, 4096], axis="model")
@@ -95,6 +104,7 @@ def sweeps(
     axes = _choose_axes(mesh, axis)
     chosen = _choose_operations(ops, tuple(kernels))
     _check_kinds(dtypes, redops)
+    _check_beside(mesh, axes, beside)
     user_ways = {name: Way(kernel) for name, kernel in kernels.items()}
     names: tuple[str, ...] = IMPLS
     if impls is not None:
@@ -114,7 +124,7 @@ def sweeps(
             if ways or user_ways:
                 _check_signatures(user_ways, operation, redop, axes)
                 counts = _choose_counts(operation, mesh, axes, dtype, sizes)
-                result.append(Sweep(operation, ways | user_ways, redop, dtype, counts, mesh, axes))
+                result.append(Sweep(operation, ways | user_ways, redop, dtype, counts, mesh, axes, tuple(beside)))
     # An implementation that was named and is in no table is a mistake, even if there are other tables.
     for name in impls or ():
         is_measured = any(name in sweep.ways for sweep in result)
@@ -161,6 +171,22 @@ def _check_kinds(dtypes: Sequence[str], redops: Sequence[str]) -> None:
     for dtype in dtypes:
         if jnp.issubdtype(jnp.dtype(dtype), jnp.integer) and "mean" in redops:
             raise ValueError(f"{WHERE}: a mean needs a floating-point dtype; got {dtype}. Pass another --redop.")
+
+
+def _check_beside(mesh: Mesh, axes: tuple[str, ...], beside: Sequence[str]) -> None:
+    others = [name for name in mesh.shape if name not in axes]
+    for name in beside:
+        if name in (COMPUTE, LATE) and name in mesh.shape:
+            raise ValueError(
+                f"{WHERE}: --beside {name} is no axis, so that no axis of the mesh may have this name; got a mesh "
+                f"{checks.format_sizes(mesh.shape.items())}. Give the axis another name."
+            )
+        if name in axes:
+            raise ValueError(
+                f"{WHERE}: --beside must name an axis that the collective is not over; got {name}, of a collective "
+                f"over {', '.join(axes)}. Name one of the others by --axis."
+            )
+        checks.one_of(WHERE, "beside", name, (COMPUTE, LATE, *others))
 
 
 def _check_signatures(ways: Mapping[str, Way], operation: Operation, redop: str, axes: tuple[str, ...]) -> None:

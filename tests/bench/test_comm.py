@@ -12,10 +12,11 @@ from jax import lax
 
 import shardkit as sk
 from shardkit import bench, cost
-from shardkit.bench import as_compiled, operations
+from shardkit.bench import as_compiled, neighbors, operations
 from shardkit.bench.comm import describe_fit, table
 from shardkit.bench.fit import Fit
 from shardkit.bench.kernels import Compared, case, place
+from shardkit.bench.neighbors import share_hidden
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.bench.sweep import sweeps
 from shardkit.testing import reference
@@ -241,7 +242,8 @@ def test_the_physical_dims_of_axes(data8):
     assert as_compiled.describe_dims(data8, ("data",)) == "" and as_compiled.chip_of(data8) is None
 
 
-OPS = "'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'broadcast', 'shift', 'gather_to_one', 'prefix_scan'"
+OPS = "'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ragged_all_to_all', 'broadcast', 'shift', "
+OPS += "'gather_to_one', 'prefix_scan'"
 REFUSED = {
     "--axis must name axes of the mesh, 'data'; got 'model'. Add it to the mesh, as in model=2, or name another.": {
         "axis": "model"
@@ -297,6 +299,113 @@ REFUSED = {
         "sizes": [64],
     },
 }
+
+
+NEIGHBORS = ["data", "compute", "late"]
+BESIDE_REFUSED = {
+    "beside must be 'compute', 'late' or 'data'; got 'matmul'. Pass for example beside='compute'.": {
+        "beside": ["matmul"]
+    },
+    "--beside must name an axis that the collective is not over; got model, of a collective over model. Name one of "
+    "the others by --axis.": {"beside": ["model"]},
+}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("message, options", BESIDE_REFUSED.items())
+def test_refusals_of_neighbors(message, options, mesh2x4):
+    assert refused(lambda: sweeps(mesh2x4, axis="model", **options)) == f"bench comm: {message}"
+
+
+@pytest.mark.check
+def test_an_axis_named_as_a_neighbor_is_refused():
+    message = (
+        "bench comm: --beside late is no axis, so that no axis of the mesh may have this name; got a mesh late=2, "
+        "model=4. Give the axis another name."
+    )
+    assert refused(lambda: sweeps(sk.make_mesh(late=2, model=4), axis="model", beside=["late"])) == message
+
+
+@pytest.fixture(scope="module")
+def crowded():
+    """The records of a right kernel and of a wrong one, alone and beside each neighbor."""
+    kernels = {"right": right, "one_size": one_size}
+    rows = sweeps(sk.make_mesh(data=2, model=4), ops=["all_reduce"], kernels=kernels, sizes=[256], axis="model")
+    [sweep] = rows
+    return bench.comm([sweep._replace(beside=tuple(NEIGHBORS))], **QUICK)
+
+
+def test_a_neighbor_runs_in_the_same_program_and_hides_no_mistake(crowded):
+    """The bytes of a row are those of both: without the neighbor, or out of the loop, they would be others."""
+    right_rows = {record["beside"]: record for record in crowded if record["impl"] == "right"}
+    assert list(right_rows) == ["", *NEIGHBORS]
+    over_model, over_data = 2 * 256 * 3 / 4, 2 * 256 / 2
+    bytes_of_rows = {name: (record["written_bytes"], record["wire_bytes"]) for name, record in right_rows.items()}
+    alone = (over_model, over_model)
+    together = (over_model + over_data,) * 2
+    assert bytes_of_rows == {"": alone, "data": together, "compute": alone, "late": alone}
+    assert right_rows["data"]["compiled"].count("all_reduce") == 2
+    wrong = {(record["impl"], record["beside"]): record["wrong"] for record in crowded}
+    for name in ("", *NEIGHBORS):
+        assert wrong["right", name] == 0
+        assert wrong["one_size", name] == 8  # one element of each device
+
+
+def test_hidden_is_a_share_of_the_shorter_time(crowded):
+    assert share_hidden(10.0, 4.0, 10.0) == 1 and share_hidden(10.0, 4.0, 14.0) == 0 and share_hidden(2, 4, 8) == -1
+    for record in crowded:
+        times = (record["alone_us"], record["neighbor_us"], record["wall_us_median"])
+        if not record["beside"]:
+            assert times[:2] == (None, None) and record["hidden"] is None
+        else:
+            assert record["hidden"] == pytest.approx(share_hidden(*times), abs=1e-3)  # of a single round
+    text = table(crowded).split("\n")
+    assert len([line for line in text if re.match("right +(data|compute|late) ", line)]) == 3
+    assert "wrong: one_size beside late, 256 B: " in table(crowded)
+
+
+def test_a_row_beside_a_neighbor_is_no_measurement_of_links(crowded):
+    """A fit of a collective that shares its links would be of slower ones."""
+    rows = []
+    for record in crowded:
+        for sent in (1e3, 1e6):
+            time = sent / 1e3 * (3 if record["beside"] else 1)  # alone it sends 1 GB/s
+            rows.append(record | {"impl": "lax", "wrong": 0, "written_bytes": sent, "wall_us_median": time})
+    assert bench.links(rows).of("model").bandwidth == pytest.approx(1e9)
+
+
+def test_a_neighbor_takes_about_as_long_as_the_collective(monkeypatch, mesh2x4):
+    """Twice the side is eight times the compute."""
+    [sweep] = sweeps(mesh2x4, ops=["all_reduce"], sizes=[1024], axis="model")
+    times = {"alone": 800.0, "matmul": 100.0}
+    monkeypatch.setattr(neighbors, "measure", lambda *_, **__: [{"wall_us_min": time} for time in times.values()])
+    late = neighbors.make_neighbor("late", sweep, 256, None, 1)
+    assert late.x.shape == (8, 512**2) and late.comes_first
+    times["alone"] = 0.001  # a matmul has at least one tile of the matrix unit
+    assert neighbors.make_neighbor("compute", sweep, 256, None, 1).x.shape == (8, 128**2)
+
+
+def test_the_first_device_of_each_group_is_late(mesh2x4):
+    """Only its block is multiplied: ones become the number of rows."""
+    matmul = neighbors._Matmul(4, jnp.float32)
+    run = jax.shard_map(
+        lambda block: matmul.run_late(("model",), block[0])[None],
+        mesh=mesh2x4,
+        in_specs=jax.sharding.PartitionSpec(("data", "model")),
+        out_specs=jax.sharding.PartitionSpec(("data", "model")),
+    )
+    assert run(jnp.ones((8, 16)))[:, 0].tolist() == [4, 1, 1, 1, 4, 1, 1, 1]
+
+
+def test_rows_by_zipf():
+    """Worked by hand in `share_by_zipf`; the first device receives most, and the others' results end with zeros."""
+    assert operations.share_by_zipf(12, 4).tolist() == [8, 2, 1, 1]
+    assert operations.share_by_zipf(5, 1).tolist() == [5]
+    blocks = [np.arange(12) + 100 * device for device in range(4)]
+    results = OPERATIONS["ragged_all_to_all"].reference(blocks)
+    assert [len(result) for result in results] == [32] * 4
+    assert results[1][:8].tolist() == [8, 9, 108, 109, 208, 209, 308, 309] and not results[1][8:].any()
+    assert results[3][:4].tolist() == [11, 111, 211, 311]
 
 
 @pytest.mark.check

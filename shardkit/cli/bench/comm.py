@@ -18,6 +18,7 @@ _USUAL: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
 EXAMPLES = {
     "shardkit bench comm data=8 --op all_reduce --sizes 1K:64M:4": "one operation over eight devices",
     "shardkit bench comm data=2 model=4 --axis model --json comm.jsonl": "every operation, kept",
+    "shardkit bench comm data=2 model=4 --axis model --beside data compute late": "one that is not alone",
     "shardkit bench comm data=8 --impl mine.py:kernel --op shift": "your kernel",
 }
 
@@ -29,8 +30,8 @@ class Options(Output):
     mesh: Sizes
     """Axes and sizes, such as data=8 or data=2 model=4. Without an accelerator, CPU devices are simulated."""
     op: Words = ()
-    """Operations, by default all: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, shift, gather_to_one,
-    prefix_scan, halo_exchange."""
+    """Operations, by default all: all_reduce, all_gather, reduce_scatter, all_to_all, ragged_all_to_all (rows by Zipf's
+    law), broadcast, shift, gather_to_one, prefix_scan, halo_exchange."""
     impl: Words = ()
     """Implementations, by default lax and ring: lax, ring, bidirectional, hierarchical, two_step, deterministic,
     leaves, bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2,
@@ -45,6 +46,9 @@ class Options(Output):
     """Reductions: sum, mean, max, min."""
     axis: Words = ()
     """The axis of the collective, or several axes together; by default all axes of the mesh."""
+    beside: Words = ()
+    """What runs at the same time, in rows of their own: another axis of the mesh, with the same operation over it;
+    compute, a matmul that takes about as long; late, the first device comes later by about as long."""
     mode: Literal["inside", "dispatched"] = "inside"
     """Measure in a loop inside one jit, or call from Python."""
     calls: Optional[int] = None
@@ -79,6 +83,7 @@ def comm(options: Options) -> int:
         dtypes=options.dtype,
         redops=options.redop,
         axis=options.axis or None,
+        beside=options.beside,
     )
     if cluster.is_master:
         print(describe_machine(), sk.describe(mesh), sep="\n", flush=True)
