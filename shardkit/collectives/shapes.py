@@ -11,12 +11,13 @@ from jax import lax
 
 from shardkit._arguments.checks import Axis, at_least, dim_of, member
 from shardkit._arguments.typed import Arrays, typed
-from shardkit._jax.compat import bound
-from shardkit.collectives.axes import as_numbers, axis_size, vary
+from shardkit._jax.compat import bound, eval_shape
+from shardkit.collectives.axes import as_numbers, axis_size, vary, vary_like
 from shardkit.collectives.basic import gather_array
 from shardkit.collectives.permute import shift_array
 
-_COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+Combine = Callable[[Any, Any], Any]
+_COMBINE: dict[str, Combine] = {
     "sum": jnp.add,
     "max": jnp.maximum,
     "min": jnp.minimum,
@@ -25,22 +26,40 @@ _MOST_NEIGHBORS = 1024  # devices that a halo may reach: each sends a message of
 
 
 @typed
-def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
-    """Gives device i the elementwise sum, max or min of the values of devices 0 to i.
+def prefix_scan(
+    x: Arrays,
+    axis: Axis,
+    combine: Combine | None = None,
+    identity: Arrays | None = None,
+    *,
+    op: Literal["sum", "max", "min"] = "sum",
+    exclusive: bool = False,
+    reverse: bool = False,
+) -> Any:
+    """Gives device i the values of devices 0 to i, combined in this order: a sum, max, min, or your own function.
 
-    Layout: `X[...] on device i -> X[...] {reduced over devices 0..i}`
+    Layout: `X[...] on device i -> X[...] {combined over devices 0..i}`
     Args:
         x: pytree of arrays.
         axis: axis name or tuple of names (then along the joint index).
+        combine: `combine(earlier, later)`, of two pytrees like `x` to a third one; it must be associative, which
+            `sk.testing.assert_associative` proves. It need not be commutative. None: `op`, leaf by leaf.
+        identity: needed with `combine`: the pytree that combines with any value to that value; each leaf may be a
+            number.
         op: "sum", "max" or "min". Booleans count as integers for "sum". Equal values share the derivative of a "max"
             or "min".
-        exclusive: leave out device i itself; device 0 gets 0, or the lowest or highest value of the dtype.
+        exclusive: leave out device i itself; device 0 gets the identity: 0, or the lowest or highest value of the
+            dtype.
+        reverse: combine the values of devices i to n-1 instead, in the same order: device n-1 has its own alone.
 
     Returns:
-        Arrays of the same shapes, varying over `axis`.
+        Arrays of the same shapes, varying over `axis`. The derivative is a scan in the other direction, of as many
+            steps.
 
     Raises:
-        ValueError: an unbound axis, or another `op`.
+        TypeError: a `combine` that returns another tree, shape or dtype.
+        ValueError: an unbound axis, another `op`, a `combine` without `identity` or with an `op`, or an identity of
+            another tree.
 
     Cost: s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs n-1.
 
@@ -49,42 +68,131 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
         >>> print(jax.shard_map(offset, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(jnp.array([3, 1, 2, 2])))
         [0 3 4 6]
 
-    Source: Hillis, Steele, Data Parallel Algorithms (1986).
+        The state s = a s + b of a recurrence whose steps are split over devices:
+
+        >>> def follow(earlier, later):
+        ...     (a, b), (later_a, later_b) = earlier, later
+        ...     return later_a * a, later_a * b + later_b
+        >>> scan = lambda a, b: sk.collectives.prefix_scan((a, b), "model", follow, (1, 0))[1]
+        >>> a, b = jnp.full(4, 2.0), jnp.ones(4)
+        >>> print(jax.shard_map(scan, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(a, b))
+        [ 1.  3.  7. 15.]
+
+    Source: Hillis, Steele, Data Parallel Algorithms (1986); Blelloch, Prefix Sums and Their Applications (1990).
     """
     names = bound("prefix_scan", axis)
-    count = axis_size(names)
-    index = lax.axis_index(names)
-    first = int(exclusive)  # the first device that has a value to combine
+    if combine is None:
+        if identity is not None:
+            raise ValueError("prefix_scan: identity must go with combine; got none. Pass combine too.")
+        return jax.tree.map(lambda leaf: _scan_leaf(leaf, names, op, exclusive, reverse), x)
+    if identity is None or op != "sum":
+        got = "no identity"
+        if op != "sum":
+            got = f"op={op!r}"
+        raise ValueError(
+            f"prefix_scan: combine must go with an identity, and without op; got {got}. Pass combine and identity, "
+            "and no op."
+        )
+    x = jax.tree.map(lambda leaf: vary(leaf, names), x)
+    neutral = _broadcast_identity(identity, x)
+    _check_combine(combine, x)
+    return _scan(x, names, combine, neutral, exclusive, reverse, hides_missing=True)
 
+
+def _scan_leaf(leaf: jax.Array, names: tuple[str, ...], op: str, exclusive: bool, reverse: bool) -> jax.Array:
+    """The scan of one array by a named operation."""
+    if op == "sum":
+        leaf = as_numbers(leaf)
+    leaf = vary(leaf, names)
+    neutral = None
+    if exclusive:
+        neutral = vary(jnp.full_like(leaf, _find_neutral_value(op, leaf.dtype)), names)
+    # What arrives where no device sends is zeros, which no sum, max or min turns into NaN.
+    return _scan(leaf, names, _COMBINE[op], neutral, exclusive, reverse, hides_missing=False)
+
+
+def _scan(
+    total: Any,
+    names: tuple[str, ...],
+    combine: Combine,
+    neutral: Any,
+    exclusive: bool,
+    reverse: bool,
+    *,
+    hides_missing: bool,
+) -> Any:
+    """The scan of a pytree; `hides_missing` if `combine` must not see what arrives where no device sends."""
     # Recursive doubling. Sums over five devices with the values 1 1 1 1 1, by the distance from which a value comes:
     #   distance 1: 1 2 2 2 2      device i has the sum of devices i-1 and i
     #   distance 2: 1 2 3 4 4      of i-3 to i
     #   distance 4: 1 2 3 4 5      of 0 to i
-    # An exclusive sum begins with the values shifted up by one, and device 0 takes no part.
-    def scan_leaf(leaf: jax.Array) -> jax.Array:
-        if op == "sum":
-            leaf = as_numbers(leaf)
-        total = vary(leaf, names)
-        if exclusive:
-            # Device 0 would receive zeros from a shift without wrap, and they are larger than a max of negative values.
-            neutral_value = _find_neutral_value(op, total.dtype)
-            neutral = vary(jnp.full_like(total, neutral_value), names)
-            if count == 1:
-                total = neutral
-            else:
-                has_predecessor = index > 0
-                arrival = shift_array(total, names, wrap=False)
-                total = jnp.where(has_predecessor, arrival, neutral)
-        distance = 1
-        while distance < count - first:
-            arrival = shift_array(total, names, by=distance, wrap=False)
-            has_predecessor = index >= distance + first
-            longer_total = _COMBINE[op](arrival, total)
-            total = jnp.where(has_predecessor, longer_total, total)
-            distance *= 2
-        return total
+    # An exclusive sum begins with the values shifted up by one, and device 0 takes no part. In reverse the values come
+    # from above.
+    count = axis_size(names)
+    first = int(exclusive)  # the first device, from the end at which the scan begins, that has a value to combine
+    place = lax.axis_index(names)
+    step = 1
+    if reverse:
+        place = count - 1 - place
+        step = -1
+    if exclusive:
+        # The first device would receive zeros from a shift without wrap, and they are larger than a max of negative
+        # values.
+        if count == 1:
+            return neutral
+        arrival = _shift_tree(total, names, step)
+        total = _select(place > 0, arrival, neutral)
+    distance = 1
+    while distance < count - first:
+        arrival = _shift_tree(total, names, step * distance)
+        is_sent_to = place >= distance + first
+        if hides_missing:
+            # A function of the user's may divide by what arrives, and the gradient of a NaN is NaN even where it is not
+            # selected.
+            arrival = _select(is_sent_to, arrival, neutral)
+        # The earlier devices stand first: `combine` need not be commutative.
+        if reverse:
+            longer_total = combine(total, arrival)
+        else:
+            longer_total = combine(arrival, total)
+        total = _select(is_sent_to, longer_total, total)
+        distance *= 2
+    return total
 
-    return jax.tree.map(scan_leaf, x)
+
+def _shift_tree(tree: Any, names: tuple[str, ...], by: int) -> Any:
+    return jax.tree.map(lambda leaf: shift_array(leaf, names, by=by, wrap=False), tree)
+
+
+def _select(condition: jax.Array, chosen: Any, other: Any) -> Any:
+    """The leaves of one tree or of the other."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
+
+
+def _broadcast_identity(identity: Any, x: Any) -> Any:
+    """The identity as arrays like those of x."""
+    leaves, structure = jax.tree.flatten(identity)
+    likes, structure_of_x = jax.tree.flatten(x)
+    if structure != structure_of_x:
+        raise ValueError(
+            f"prefix_scan: identity must be a pytree like x, {structure_of_x}; got {structure}. Pass a number or an "
+            "array for each leaf."
+        )
+    neutral = []
+    for leaf, like in zip(leaves, likes, strict=True):
+        neutral.append(vary_like(jnp.broadcast_to(jnp.asarray(leaf, like.dtype), like.shape), like))
+    return jax.tree.unflatten(structure, neutral)
+
+
+def _check_combine(combine: Combine, x: Any) -> None:
+    """Refuses a function whose result could not be combined again."""
+    expected = jax.tree.map(_describe_leaf, x)
+    actual = jax.tree.map(_describe_leaf, eval_shape(combine, x, x))
+    if actual != expected:
+        raise TypeError(
+            f"prefix_scan: combine must return a pytree like its arguments, {expected}; got {actual}. Return the same "
+            "shapes and dtypes."
+        )
 
 
 def _find_neutral_value(op: str, dtype: Any) -> Any:
@@ -98,6 +206,11 @@ def _find_neutral_value(op: str, dtype: Any) -> Any:
         info = jnp.iinfo(dtype)
         lowest, highest = info.min, info.max
     return lowest if op == "max" else highest
+
+
+def _describe_leaf(x: Any) -> str:
+    """As "float32[2, 3]"."""
+    return f"{x.dtype}{list(x.shape)}"
 
 
 @typed

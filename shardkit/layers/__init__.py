@@ -10,6 +10,7 @@ from shardkit.layers.documents import deal
 from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
 from shardkit.layers.moe import moe
 from shardkit.layers.norms import sharded_layer_norm, sharded_rms_norm
+from shardkit.layers.recurrence import linear_recurrence
 from shardkit.layers.routing import Capacity, Dropless, balance_bias, route, routing_stats
 from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_embed
 from shardkit.layers.zigzag import positions, zigzag
@@ -22,6 +23,7 @@ __all__ = [
     "deal",
     "device_major_qkv",
     "dot_attention",
+    "linear_recurrence",
     "local_groups",
     "moe",
     "positions",

@@ -13,6 +13,7 @@ from typing import Any as _Any
 from shardkit._arguments.extras import install as _install
 from shardkit.testing import laws, reference
 from shardkit.testing.assertions import assert_matches_reference
+from shardkit.testing.associative import assert_associative
 from shardkit.testing.certify import certify_gradients
 from shardkit.testing.emulate import emulate
 from shardkit.testing.exact import assert_compiled_equal, assert_equal_for_all_inputs, small
@@ -27,6 +28,7 @@ _STRATEGIES = ("meshes", "programs", "sharded_arrays")
 __all__ = [
     "LAWS",
     "Row",
+    "assert_associative",
     "assert_compiled_equal",
     "assert_equal_for_all_inputs",
     "assert_matches_reference",

@@ -115,22 +115,39 @@ def vary(blocks: Blocks, *, xp: Any = np) -> list[Any]:
     return list(blocks)
 
 
-def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp: Any = np) -> list[Any]:
-    """Device i gets the reduction over devices 0 to i; exclusive: 0 to i - 1, and the neutral element on device 0.
+def prefix_scan(
+    blocks: Blocks,
+    combine: Callable[[Any, Any], Any] | None = None,
+    identity: Any = None,
+    *,
+    op: str = "sum",
+    exclusive: bool = False,
+    reverse: bool = False,
+    xp: Any = np,
+) -> list[Any]:
+    """Device i gets the blocks of devices 0 to i combined; exclusive: 0 to i - 1, and the identity on device 0.
+
+    In reverse these are devices i to n - 1, or i + 1 to n - 1. With `combine` a block may be a pytree.
 
     Example:
         >>> sk.testing.reference.prefix_scan([np.array([1, 2]), np.array([3, 4])])
         [array([1, 2]), array([4, 6])]
     """
-    if op == "sum":
-        blocks = [_count_bools(block, xp) for block in blocks]
-    combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
+    if combine is None:
+        if op == "sum":
+            blocks = [_count_bools(block, xp) for block in blocks]
+        combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
+        identity = xp.full_like(blocks[0], _neutral_element(op, blocks[0].dtype))
     # accumulate gives the running results: of blocks 1, 2, 3 and a sum these are 1, 3, 6.
-    results = list(itertools.accumulate(blocks, combine))
-    if not exclusive:
+    if not reverse:
+        results = list(itertools.accumulate(blocks, combine))
+        if exclusive:
+            results = [identity, *results[:-1]]
         return results
-    neutral = xp.full_like(results[0], _neutral_element(op, results[0].dtype))
-    return [neutral, *results[:-1]]
+    results = list(itertools.accumulate(reversed(blocks), lambda later, earlier: combine(earlier, later)))[::-1]
+    if exclusive:
+        results = [*results[1:], identity]
+    return results
 
 
 def halo_exchange(

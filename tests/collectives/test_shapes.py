@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import reference
 from support.blocks import Kernel, check, on_cases
+from support.refusals import type_error, value_error
 
 
 def on_devices(kernel, blocks, axis="a", **sizes):
@@ -48,6 +49,88 @@ def test_prefix_scan(case):
         return Kernel(run, partial(reference.prefix_scan, op=op, exclusive=exclusive), gradient=op == "sum")
 
     check(case, *[kernel(op, exclusive) for op in ("sum", "max", "min") for exclusive in (False, True)])
+
+
+def follow(earlier, later):
+    """Two changes `x -> a x + b` in a row, as one: not commutative."""
+    return {"a": later["a"] * earlier["a"], "b": later["a"] * earlier["b"] + later["b"]}
+
+
+IDENTITY = {"a": 1, "b": 0}
+DIRECTIONS = [(exclusive, reverse) for exclusive in (False, True) for reverse in (False, True)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("exclusive, reverse", DIRECTIONS)
+def test_a_scan_with_a_function_for_all_inputs(n, exclusive, reverse):
+    """Equal to the changes one after the other, with gradients; "b" is larger than "a"."""
+
+    def run(x):
+        x = jax.tree.map(lambda leaf: leaf[0], x)
+        y = sk.collectives.prefix_scan(x, "a", follow, IDENTITY, exclusive=exclusive, reverse=reverse)
+        return jax.tree.map(lambda leaf: leaf[None], y)
+
+    def run_in_a_row(x):
+        blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], x) for i in range(n)]
+        neutral = jax.tree.map(lambda leaf, value: jnp.full(leaf.shape, float(value)), blocks[0], IDENTITY)
+        options = {"exclusive": exclusive, "reverse": reverse}
+        return jax.tree.map(lambda *rows: jnp.stack(rows), *reference.prefix_scan(blocks, follow, neutral, **options))
+
+    x = {"a": jnp.ones((n, 1)), "b": jnp.ones((n, 3))}
+    sk.testing.assert_equal_for_all_inputs(
+        run, run_in_a_row, mesh=sk.abstract_mesh(a=n), in_specs=P("a"), out_specs=P("a"), args=(x,)
+    )
+
+
+@on_cases
+def test_a_scan_in_reverse(case):
+    def kernel(op, exclusive):
+        options = {"op": op, "exclusive": exclusive, "reverse": True}
+        run = partial(sk.collectives.prefix_scan, axis=case.axis, **options)
+        return Kernel(run, partial(reference.prefix_scan, **options), gradient=op == "sum")
+
+    check(case, kernel("sum", False), kernel("max", True))
+
+
+def test_what_nobody_sends_is_not_combined():
+    """A quotient by the zeros that arrive at the first device would make its gradient NaN, though it is not used."""
+
+    def divide(earlier, later):
+        return (earlier[0] * later[0], earlier[1] / later[0] + later[1] / earlier[0])
+
+    def loss(x, axis):
+        product, _ = sk.collectives.prefix_scan((x, x), axis, divide, (1.0, 0.0))
+        return jnp.sum(product)
+
+    x = np.array([[2.0], [3.0], [5.0]], np.float32)
+    assert on_devices(lambda x, axis: jax.grad(loss)(x, axis), x).ravel().tolist() == [1 + 3 + 15, 2 + 10, 6]
+
+
+REFUSED_SCANS = {
+    "prefix_scan: combine must go with an identity, and without op; got no identity. Pass combine and identity, and no "
+    "op.": {"combine": follow},
+    "prefix_scan: combine must go with an identity, and without op; got op='max'. Pass combine and identity, and no "
+    "op.": {"combine": follow, "identity": IDENTITY, "op": "max"},
+    "prefix_scan: identity must go with combine; got none. Pass combine too.": {"identity": IDENTITY},
+    "prefix_scan: identity must be a pytree like x, PyTreeDef({'a': *, 'b': *}); got PyTreeDef(*). Pass a number or an "
+    "array for each leaf.": {"combine": follow, "identity": 0},
+}
+
+
+@pytest.mark.parametrize("message, options", REFUSED_SCANS.items())
+def test_refused_scans(message, options):
+    x = np.ones((2, 3), np.float32)
+    with value_error(message):
+        on_devices(lambda x, axis: sk.collectives.prefix_scan({"a": x, "b": x}, axis, **options)["a"], x)
+
+
+def test_a_combine_of_other_shapes_is_refused():
+    x = np.ones((2, 3), np.float32)
+    with type_error(
+        "prefix_scan: combine must return a pytree like its arguments, float32[3]; got float32[]. Return the same "
+        "shapes and dtypes."
+    ):
+        on_devices(lambda x, axis: sk.collectives.prefix_scan(x, axis, lambda a, b: jnp.sum(a + b), 0), x)
 
 
 @on_cases
