@@ -171,15 +171,15 @@ def _select(condition: jax.Array, chosen: Any, other: Any) -> Any:
 
 def _broadcast_identity(identity: Any, x: Any) -> Any:
     """The identity as arrays like those of x."""
-    leaves, structure = jax.tree.flatten(identity)
-    likes, structure_of_x = jax.tree.flatten(x)
+    structure: Any = jax.tree.structure(identity)
+    structure_of_x = jax.tree.structure(x)
     if structure != structure_of_x:
         raise ValueError(
             f"prefix_scan: identity must be a pytree like x, {structure_of_x}; got {structure}. Pass a number or an "
             "array for each leaf."
         )
     neutral = []
-    for leaf, like in zip(leaves, likes, strict=True):
+    for leaf, like in zip(jax.tree.leaves(identity), jax.tree.leaves(x), strict=True):
         neutral.append(vary_like(jnp.broadcast_to(jnp.asarray(leaf, like.dtype), like.shape), like))
     return jax.tree.unflatten(structure, neutral)
 

@@ -41,7 +41,7 @@ class _Tokens(NamedTuple):
 class _Change(NamedTuple):
     """What tokens do to a state [K, V] before them: `keep * S + add`, or `keep @ S + add`."""
 
-    keep: jax.Array  # [.., K, 1], or with `erase` a matrix [.., K, K]
+    keep: jax.Array  # [.., 1, 1] or [.., K, 1], as log_decay has; with `erase` a matrix [.., K, K]
     add: jax.Array  # [.., K, V]
 
 
@@ -252,8 +252,7 @@ def _summarize_chunks(tokens: _Tokens, bonus_HK: jax.Array | None) -> tuple[jax.
         bonus = bonus_HK.astype(jnp.float32)[None, :, None, None, :]
         own = (tokens.q * bonus * tokens.k).sum(-1, keepdims=True)
         values = values + own * tokens.v
-    keep = jnp.swapaxes(_decay_rows(jnp.ones_like(last), last, of_chunk_before[..., -1:]), -1, -2)
-    keep = jnp.broadcast_to(keep, (*keep.shape[:-2], tokens.k.shape[-1], 1))
+    keep = _transpose(_decay_rows(jnp.ones_like(last), last, of_chunk_before[..., -1:]))
     add = _transpose(_decay_rows(tokens.k, last - after, in_last)) @ tokens.v
     if tokens.erase is None:
         return reads, values, _Change(keep, add)
@@ -333,8 +332,10 @@ def _find_first_state(changes: _Change, names: tuple[str, ...]) -> jax.Array:
     own_change, _ = lax.scan(lambda total, change: (_follow(total, change), None), first_change, other_changes)
     # No collective stands inside the loop over chunks: whatever the number of tokens, a device sends one change. It is
     # sent before the loop over states and not as a state after it, or each device would wait for all before it.
-    size = own_change.keep.shape[-2]
-    keep_all = jnp.ones((size, 1), jnp.float32) if own_change.keep.shape[-1] == 1 else jnp.eye(size)
+    rows, columns = own_change.keep.shape[-2:]
+    keep_all = jnp.ones((rows, 1), jnp.float32)
+    if columns > 1:
+        keep_all = jnp.eye(rows)
     earlier = prefix_scan(own_change, names, _follow, _Change(keep_all, jnp.float32(0)), exclusive=True)
     return earlier.add
 
