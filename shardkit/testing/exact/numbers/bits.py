@@ -25,9 +25,14 @@ def to_bits(field: Field, x: Exact, dtype: str) -> Exact:
     x = to_number(field, x)
     words = field.residues.hash(f"bits of {dtype}", x.number)
     # The word is a random function of the residues alone: equal floats have equal bits.
-    elements = zip(*(list_columns(part) for part in (words, x.number, x.facts, x.real)), strict=True)
-    for word, residues, facts, real in elements:
-        field.laws.numbers_of_bits[dtype, word.tobytes()] = residues, facts, real
+    remembered = field.laws.numbers_of_bits
+    columns = zip(*(list_columns(part) for part in (words, x.number, x.facts, x.real)), strict=True)
+    for word, residues, facts, real in columns:
+        key = (dtype, word.tobytes())
+        # NaN has the residues of 0.0, and so its word, which is that of 0.0: the word of NaN itself has poison.
+        if facts[POISON] and key in remembered:
+            continue
+        remembered[key] = residues, facts, real
     field.laws.degree_of_bits = field.laws.degree_of_bits.plus(x.degree)
     facts = build_facts(x.shape, used=x.used, poison=x.poison)
     return Exact(words, facts, np.full(x.real.shape, math.nan), degree=x.degree.of_function())

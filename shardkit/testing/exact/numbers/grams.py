@@ -57,8 +57,11 @@ def find_product(field: Field, x: Exact, y: Exact) -> Exact | None:
     """x y of matrices where x is the transposed y, and something is kept of the products of its rows."""
     if not field.laws.grams or x.factor is not None or y.factor is not None:
         return None
-    transposed = transpose(y).number
-    if x.number.shape != transposed.shape or not np.array_equal(x.number, transposed):
+    transposed = transpose(y)
+    if x.number.shape != transposed.number.shape or not np.array_equal(x.number, transposed.number):
+        return None
+    # NaN has the residues of 0: a factor of which zeros became NaN is not that factor.
+    if not np.array_equal(x.poison, transposed.poison):
         return None
     return multiply_with_itself(field, y)
 
