@@ -249,3 +249,8 @@ def build_facts(
     rows[FACTOR_USED] = factor_used
     rows[POISON] = poison
     return rows
+
+
+def list_columns(x: np.ndarray) -> np.ndarray:
+    """[elements, components]: the components of each element side by side, as a key has them."""
+    return np.ascontiguousarray(x.reshape(len(x), -1).T)
