@@ -21,10 +21,12 @@ from shardkit.testing.exact.numbers.orders import find_keys
 from shardkit.testing.exact.numbers.values import HUGE, NOT_A_NUMBER, OUTSIDE, TRULY, Exact
 
 
-def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
+def add_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | int, np.ndarray]:
     """The two facts of x + y."""
-    # HUGE less HUGE is a number: 1e30 - 1e30 is 0.
-    infinite = np.clip(x.infinite + y.infinite, -HUGE, HUGE)
+    infinite: np.ndarray | int = 0
+    if x.has_infinite or y.has_infinite:
+        # HUGE less HUGE is a number: 1e30 - 1e30 is 0.
+        infinite = np.clip(x.infinite + y.infinite, -HUGE, HUGE)
     poison = np.maximum(x.poison, y.poison)
     if x.special or y.special:
         # inf + x is inf, whatever x is, but for -inf.
@@ -40,7 +42,7 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
     """The two facts of x y; neither has a factor."""
     infinite: np.ndarray | int = 0
     poison = np.maximum(x.poison, y.poison)
-    if x.infinite.any() or y.infinite.any():
+    if x.has_infinite or y.has_infinite:
         # HUGE times a number whose sign is not known is a number like any other.
         known_sign = _find_known_sign(x) * _find_known_sign(y)
         is_infinite = (x.infinite != 0) | (y.infinite != 0)
@@ -75,14 +77,16 @@ def _find_known_sign(x: Exact) -> np.ndarray:
     return np.where(is_zero, 0, sign)
 
 
-def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> tuple[np.ndarray, np.ndarray]:
+def sum_infinities(field: Field, x: Exact, dims: Sequence[int], keep: bool) -> tuple[np.ndarray | int, np.ndarray]:
     """The two facts of a sum over dims."""
     dims = tuple(dims)
+    poison = x.poison.max(dims, keepdims=keep, initial=0)
+    if not x.has_infinite:
+        return 0, poison
     # The largest and the smallest code of all terms: -TRULY, -HUGE, 0, HUGE or TRULY.
     highest = x.infinite.max(dims, keepdims=keep, initial=0)
     lowest = x.infinite.min(dims, keepdims=keep, initial=0)
     infinite = np.clip(highest, 0, HUGE) + np.clip(lowest, -HUGE, 0)
-    poison = x.poison.max(dims, keepdims=keep, initial=0)
     if x.special:
         has_plus = highest == TRULY
         has_minus = lowest == -TRULY

@@ -131,8 +131,8 @@ def _list_facts(values: np.ndarray, places: np.ndarray, dtype: Any) -> np.ndarra
     if not len(values):  # of an empty array
         return build_facts(places.shape)
     wide = np.asarray(values, np.float64)
-    # The sign 1 means "not negative", so it is that of zero too.
-    sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
+    # The sign 1 means "not negative", so it is that of zero too; NaN has none.
+    sign = np.where(wide < 0, -1, wide >= 0)
     # Integers are never a mask's infinity.
     is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(dtype, jnp.floating)
     infinite = np.where(is_huge, HUGE, 0)

@@ -50,9 +50,11 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
         field.notes.lost |= bool(is_lost.any())
     # Zero is the middle of every order, infinity its ends, and NaN has no place.
     keys = np.where(is_zero, 0.0, keys)
-    keys = np.where(x.infinite == TRULY, math.inf, keys)
-    keys = np.where(x.infinite == -TRULY, -math.inf, keys)
-    return np.where(x.poison > 0, math.nan, keys)
+    if x.special:
+        keys = np.where(x.infinite == TRULY, math.inf, keys)
+        keys = np.where(x.infinite == -TRULY, -math.inf, keys)
+        keys = np.where(x.poison > 0, math.nan, keys)
+    return keys
 
 
 def find_keys_of_two(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:

@@ -196,13 +196,18 @@ class Exact:
         """int8 [...], 0 for a number."""
         return self.facts[POISON]
 
-    # Asked of every array, by each rule that it meets: it is kept, because no rule writes into the facts of another.
+    # Both are asked of every array, by each rule that it meets, and kept: no rule writes into the facts of an array.
+    @cached_property
+    def has_infinite(self) -> bool:
+        """Whether an element is infinite, of both kinds."""
+        return bool(self.infinite.any())
+
     @cached_property
     def special(self) -> bool:
         """Whether an element is no number, or truly infinite."""
         if self.poison.any():
             return True
-        return bool(self.infinite.any() and self.is_truly_infinite.any())
+        return self.has_infinite and bool(self.is_truly_infinite.any())
 
     @property
     def factor_or_ones(self) -> np.ndarray:
