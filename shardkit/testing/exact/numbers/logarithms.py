@@ -137,8 +137,8 @@ def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndar
     is_root = np.zeros(factor.shape[1:], bool)
     if not field.settings.laws_of_roots or not field.laws.roots.squares:
         return factor, is_root
-    # [elements, components]
-    columns = np.ascontiguousarray(factor.reshape(len(factor), -1).T)
+    # [elements, components], and a copy: the factor of this array stays a root wherever else the array is used.
+    columns = factor.reshape(len(factor), -1).T.copy()
     for place, word in enumerate(columns):
         square = field.laws.roots.squares.get(word.tobytes())
         if square is not None:
