@@ -92,7 +92,9 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
     n = a.shape[-1]
     if x.special or not n:
         return x
-    a = broadcast_matrices(a, x.shape[:-2])
+    # A logarithm is kept beside the residues, by which factors and halves are found: L + log(w) is not L.
+    a = broadcast_matrices(to_number(field, a), x.shape[:-2])
+    b = broadcast_matrices(to_number(field, b), x.shape[:-2])
     # Factors are kept as L^T, of which the product with itself is L L^T = A.
     upper = transpose(a) if lower else a
     factors = _mask_used(field, upper)
@@ -115,7 +117,7 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
         degree = degree.plus(degree_of_product)
     solution = solve(field, replace(squares, degree=degree, roots=None), b)
     # y^T y = b^T A^-1 b, as a log-likelihood has it.
-    keep_product(field, x, matmul(field, transpose(to_number(field, b)), solution))
+    keep_product(field, x, matmul(field, transpose(b), solution))
     _keep_halves(field, factors, halves, solution)
     return x
 
