@@ -44,7 +44,7 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
     poison = np.maximum(x.poison, y.poison)
     if x.has_infinite or y.has_infinite:
         # HUGE times a number whose sign is not known is a number like any other.
-        known_sign = _find_known_sign(x) * _find_known_sign(y)
+        known_sign = _find_known_sign(field, x) * _find_known_sign(field, y)
         is_infinite = (x.infinite != 0) | (y.infinite != 0)
         infinite = np.where(is_infinite, known_sign, 0)
     if x.special or y.special:
@@ -70,10 +70,10 @@ def multiply_infinities(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray | 
     return infinite, poison
 
 
-def _find_known_sign(x: Exact) -> np.ndarray:
-    """1, -1, or 0 where it is not known."""
+def _find_known_sign(field: Field, x: Exact) -> np.ndarray:
+    """1, -1, or 0 where it is not known or the number is zero."""
     sign = np.where(x.infinite != 0, np.sign(x.infinite), x.sign)
-    is_zero = (x.number == 0).all(0)
+    is_zero = ((x.number == 0) | ~field.valid(x.used)).all(0)
     return np.where(is_zero, 0, sign)
 
 
