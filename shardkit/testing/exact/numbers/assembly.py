@@ -27,8 +27,8 @@ def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
     roots = None
     if x.roots is not None or y.roots is not None:
         roots = np.where(mask, x.roots_or_zeros, y.roots_or_zeros)
-    # A mask that goes one way everywhere, as that of a block of a causal mask, keeps the degree of one side. Whether the
-    # other one has powers does not matter: of `where(True, exp(x), y)` all elements are.
+    # A mask may go one way everywhere, as that of a block of a causal mask: then what is true of all elements of that
+    # side is true of the result. Of `where(True, exp(x), y)` all are powers.
     if mask.all():
         degree = x.degree
         is_power = x.is_power
