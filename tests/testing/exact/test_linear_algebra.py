@@ -544,6 +544,30 @@ def test_a_factor_and_a_logarithm_are_not_the_factor(place):
         proved(Case(kernel, solve_by_halves, (zeros(3, 2), zeros(2, 1)), grad=False))
 
 
+def solve_by_both_steps(a, b):
+    return jsl.solve_triangular(a.T, jsl.solve_triangular(a, b, lower=True), lower=False)
+
+
+# Of Q the product with itself is kept, and a solution reads one triangle of it.
+def test_a_triangle_of_q_is_not_orthogonal():
+    def kernel(a, b):
+        return solve_by_both_steps(jnp.linalg.qr(a)[0], b)
+
+    with pytest.raises((AssertionError, UnprovableError)):
+        proved(Case(kernel, lambda a, b: b + 0 * a[:, :1], (zeros(2, 2), zeros(2, 1)), grad=False))
+
+
+def test_the_triangle_that_is_not_read_may_be_nan():
+    def kernel(a, b):
+        beyond = jnp.triu(jnp.full((2, 2), jnp.nan), 1)
+        return solve_by_both_steps(jnp.linalg.cholesky(a.T @ a + np.eye(2, dtype="f")) + beyond, b)
+
+    def reference(a, b):
+        return jnp.linalg.solve(a.T @ a + np.eye(2, dtype="f"), b)
+
+    assert proved(Case(kernel, reference, (zeros(3, 2), zeros(2, 1)), grad=False))
+
+
 # Few elements: a wrong program runs some hundred times.
 FEW_DELTA = (zeros(1, 4, 2), zeros(1, 4, 2), zeros(1, 4, 2), zeros(1, 4))
 FEW_MAMBA = (zeros(1, 4, 2), zeros(1, 4), zeros(1), zeros(4, 2), zeros(4, 2))

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.testing.exact.numbers.arithmetic import matmul
-from shardkit.testing.exact.numbers.elimination import broadcast_matrices, solve, transpose
+from shardkit.testing.exact.numbers.assembly import where
+from shardkit.testing.exact.numbers.elimination import broadcast_matrices, make_zero, solve, transpose
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import SIGN, Degree, Exact
@@ -94,6 +95,9 @@ def complete_solution(field: Field, a: Exact, b: Exact, x: Exact, lower: bool) -
         return x
     # A logarithm is kept beside the residues, by which factors and halves are found: L + log(w) is not L.
     a = broadcast_matrices(to_number(field, a), x.shape[:-2])
+    # Of Q of a QR, with Q Q^T = I, one triangle is solved for, and that is a factor of another matrix.
+    is_read = np.tri(n, dtype=bool) if lower else np.tri(n, dtype=bool).T
+    a = where(is_read, a, make_zero(field, a))
     b = broadcast_matrices(to_number(field, b), x.shape[:-2])
     # Factors are kept as L^T, of which the product with itself is L L^T = A.
     upper = transpose(a) if lower else a
