@@ -121,12 +121,12 @@ def power(field: Field, x: Exact, n: int) -> Exact:
         return invert(field, inverse_of_power)
     # The number of a root is random: its square, computed from it, would be another random number.
     if n >= 2 and x.roots is not None:
-        squares = multiply(field, x, x).with_sign(1)
-        return _power_of_squares(field, x, squares, n)
+        square = multiply(field, x, x).with_sign(1)
+        return _power_of_square(field, x, square, n)
     if n >= 2:
-        squares = find_squares(field, x)
-        if squares is not None:
-            return _power_of_squares(field, x, squares, n)
+        known_square = find_squares(field, x)
+        if known_square is not None:
+            return _power_of_square(field, x, known_square, n)
     sign: Any = x.sign
     if n % 2 == 0:
         sign = 1
@@ -138,9 +138,9 @@ def power(field: Field, x: Exact, n: int) -> Exact:
     return field.settle(Exact(number, facts, x.real**n, None, degree, x.roots, x.is_power))
 
 
-def _power_of_squares(field: Field, x: Exact, squares: Exact, n: int) -> Exact:
+def _power_of_square(field: Field, x: Exact, square: Exact, n: int) -> Exact:
     """x**n from x**2, which is known from the law of roots: (c sqrt(y))**3 is c**2 y times c sqrt(y)."""
-    result = power(field, squares, n // 2)
+    result = power(field, square, n // 2)
     if n % 2:
         result = multiply(field, result, x)
     return result

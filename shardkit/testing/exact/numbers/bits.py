@@ -59,8 +59,9 @@ def from_bits(field: Field, x: Exact, dtype: str) -> Exact:
         key = (dtype, word.tobytes())
         if key in remembered:
             number[:, place], facts[:, place], real[:, place] = remembered[key]
-    number = number.reshape(unknown.number.shape)
-    facts = facts.reshape(unknown.facts.shape)
-    real = real.reshape(unknown.real.shape)
-    degree = field.laws.degree_of_bits.plus(INPUT)
-    return Exact(number, facts, real, degree=degree)
+    return Exact(
+        number.reshape(unknown.number.shape),
+        facts.reshape(unknown.facts.shape),
+        real.reshape(unknown.real.shape),
+        degree=field.laws.degree_of_bits.plus(INPUT),
+    )
