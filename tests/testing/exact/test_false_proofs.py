@@ -58,6 +58,26 @@ def lowest(x):
     return jnp.where(MASK > 0, -jnp.inf, x)
 
 
+def to_bits(x):
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def to_floats(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def equal_bits(x):
+    return to_bits(x) == to_bits(x)
+
+
+BELOW = np.tril(np.ones((3, 3), bool), -1)
+
+
+def factor_rows(x):
+    """R of a matrix [3, 3] of three elements."""
+    return jnp.linalg.qr(x[:1].T * x[:1] + np.eye(3, dtype="f"), mode="r")
+
+
 # Of a kernel on two devices, whose rows are split, and a reference that has all of them.
 NOWHERE = np.zeros((1, 3), bool)
 
@@ -293,6 +313,20 @@ SPLIT = {
     ),
     "0 rows out of bounds": (lambda x: x + 0 * fill(x, [0, 5]), lambda x: x),
     "rows out of bounds, sent as bits": (lambda x: sk.broadcast(fill(x, [5, 5]), "d", source=0), zeros),
+    # NaN has the residues of zero.
+    "bits of zero beside those of NaN": (
+        lambda x: to_floats(jnp.concatenate([to_bits(0 * x), to_bits(0 * x / (0 * x))]))[:2],
+        lambda x: 0 * x / (0 * x),
+    ),
+    "equal bits of NaN": (lambda x: jnp.where(equal_bits(0 * x / (0 * x)), x, 2 * x), lambda x: 2 * x),
+    "bits of NaN less the same": (
+        lambda x: to_floats(to_bits(0 * x / (0 * x)) - to_bits(0 * x / (0 * x))),
+        lambda x: 0 * x / (0 * x),
+    ),
+    "NaN for the zeros of a factor": (
+        lambda x: jnp.where(BELOW, jnp.nan, factor_rows(x)).T @ factor_rows(x),
+        lambda x: jnp.concatenate([factor_rows(rows).T @ factor_rows(rows) for rows in (x[:2], x[2:])]),
+    ),
     "a share of rows out of bounds": (lambda x: fill(x, [5, 5]) / fill(x, [5, 5]), jnp.ones_like),
     "0 / 0": (lambda x: x + 0 * x / (0 * x), lambda x: x),
     "inf - inf": (lambda x: jnp.exp(lowest(x) - lowest(x)), jnp.ones_like),

@@ -54,6 +54,11 @@ KNOWN = {
         lambda x: x * (0.9 * jax.nn.one_hot(np.arange(3), 3)[:1] + 0.0125),
         lambda x: x * np.float32([[0.9125, 0.0125, 0.0125]]),
     ),
+    # Zero in all components that have a meaning; it was infinite, and its exp 0.
+    "infinity of a mask times zero": (
+        lambda x, y: jnp.exp(-1e30 * ((jnp.log(jnp.exp(jnp.exp(x))) * y - jnp.exp(x) * y) ** 2)),
+        lambda x, y: 0 * x + 1,
+    ),
     "a difference of constants": (lambda x: x * (one() - 0.1), lambda x: 0.9 * x),
     # 0.9 / 3 and 0.3 / 1 are other floats, and the largest quotient has to be the one of thirds.
     "the largest of computed constants": (

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact import search
+from shardkit.testing.exact.equality import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.field import Field, Settings
 from shardkit.testing.exact.numbers.inputs import draw_input
@@ -509,6 +510,62 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_of_matrices(name):
     assert proved(KERNELS[name]).chance < 1e-10
+
+
+def second_half(x, b):
+    """The second step of a solution by Cholesky's factor, without the first."""
+    lower = jnp.linalg.cholesky(x.T @ x + np.eye(2, dtype="f"))
+    return jsl.solve_triangular(lower.T, b, lower=False)
+
+
+# A factor that devices have each of its own, and a right side that all of them have.
+def test_a_factor_of_each_device_and_one_right_side():
+    def reference(x, b):
+        return jnp.concatenate([second_half(x[:3], b), second_half(x[3:], b)])
+
+    args = (zeros(6, 2), zeros(2, 1))
+    assert proved(Case(second_half, reference, args, (SPLIT, P()), SPLIT, n=2, grad=False))
+
+
+def solve_by_halves(x, b, in_factor=0, in_half=0):
+    """A solution by Cholesky's factor; to the factor, or to the half, something may be added before the second step."""
+    lower = jnp.linalg.cholesky(x.T @ x + np.eye(2, dtype="f"))
+    half = jsl.solve_triangular(lower, b, lower=True)
+    return jsl.solve_triangular((lower + in_factor).T, half + in_half, lower=False)
+
+
+# Factors and halves are found by their residues, and a logarithm is kept beside these.
+@pytest.mark.parametrize("place", ["in_factor", "in_half"])
+def test_a_factor_and_a_logarithm_are_not_the_factor(place):
+    def kernel(x, b):
+        return solve_by_halves(x, b, **{place: jnp.log(b * b + 1)})
+
+    with pytest.raises((AssertionError, UnprovableError)):
+        proved(Case(kernel, solve_by_halves, (zeros(3, 2), zeros(2, 1)), grad=False))
+
+
+def solve_by_both_steps(a, b):
+    return jsl.solve_triangular(a.T, jsl.solve_triangular(a, b, lower=True), lower=False)
+
+
+# Of Q the product with itself is kept, and a solution reads one triangle of it.
+def test_a_triangle_of_q_is_not_orthogonal():
+    def kernel(a, b):
+        return solve_by_both_steps(jnp.linalg.qr(a)[0], b)
+
+    with pytest.raises((AssertionError, UnprovableError)):
+        proved(Case(kernel, lambda a, b: b + 0 * a[:, :1], (zeros(2, 2), zeros(2, 1)), grad=False))
+
+
+def test_the_triangle_that_is_not_read_may_be_nan():
+    def kernel(a, b):
+        beyond = jnp.triu(jnp.full((2, 2), jnp.nan), 1)
+        return solve_by_both_steps(jnp.linalg.cholesky(a.T @ a + np.eye(2, dtype="f")) + beyond, b)
+
+    def reference(a, b):
+        return jnp.linalg.solve(a.T @ a + np.eye(2, dtype="f"), b)
+
+    assert proved(Case(kernel, reference, (zeros(3, 2), zeros(2, 1)), grad=False))
 
 
 # Few elements: a wrong program runs some hundred times.

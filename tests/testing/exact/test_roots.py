@@ -179,6 +179,18 @@ def test_what_is_the_same_root(name):
     assert equal(*RIGHT[name]).chance < 1e-12
 
 
+# Of one element, the square of a root took the root's place in the array itself: its second use was that of log(x).
+def test_the_logarithm_of_one_root_is_used_twice():
+    def halves(x, y):
+        logarithm = jnp.log(sqrt(x))
+        return y * logarithm + y * y * logarithm
+
+    args = [jax.ShapeDtypeStruct((), jnp.float32)] * 2
+    mesh = sk.abstract_mesh(data=2)
+    settings = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "args": args, "grad": False}
+    assert assert_equal_for_all_inputs(halves, lambda x, y: (y + y * y) * jnp.log(x) / 2, **settings)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_another_root(name):
     with pytest.raises((AssertionError, UnprovableError), match=r"is not the reference's|not decided: the result"):

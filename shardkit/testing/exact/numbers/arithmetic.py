@@ -7,7 +7,6 @@ NaN follow the rules of floats; and a bound of the degree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,11 @@ _MOST_TERMS = 2**18  # of a product of matrices that is taken term by term
 
 
 def add(field: Field, x: Exact, y: Exact) -> Exact:
-    """x + y; the factors of logarithms are multiplied."""
+    """x + y; the factors of logarithms are multiplied.
+
+    Worked example, modulo 5: 3 + log(x) and 4 + log(y) have the numbers 3 and 4 and the factors x and y. Their sum is
+    (3 + 4) modulo 5 + log(x y), of the number 2 and the factor x y.
+    """
     p = field.residues.primes_of(x.number)
     # (a + log f) + (b + log g) is (a + b) + log(f g).
     number = (x.number + y.number) % p
@@ -39,8 +42,7 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
         factor = x.factor * y.factor % p
     if factor is not None:
         factor = np.broadcast_to(factor, number.shape)
-    # The sum of two numbers that are not negative is not negative. If their signs differ, nothing is known of the
-    # sum's.
+    # The sum of two numbers that are not negative is not negative. If their signs differ, that of the sum is not known.
     sign = np.where(x.sign == y.sign, x.sign, 0)
     # inf - inf is NaN, 1e30 + 1 stays HUGE: what floats would make of them.
     infinite, poison = add_infinities(field, x, y)
@@ -50,7 +52,8 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
     roots = None
     if x.roots is not None and y.roots is not None:
         roots = np.where(x.roots == y.roots, x.roots, NO_ROOT)
-    return field.settle(Exact(number, facts, x.real + y.real, factor, x.degree.plus(y.degree), roots))
+    degree = x.degree.plus(y.degree)
+    return field.settle(Exact(number, facts, x.real + y.real, factor, degree, roots))
 
 
 def negate(field: Field, x: Exact) -> Exact:
@@ -60,8 +63,9 @@ def negate(field: Field, x: Exact) -> Exact:
     factor = None
     if x.factor is not None:
         factor = field.invert_residues(x.factor, x.factor_used)
+    number = (p - x.number) % p
     facts = build_facts(x.shape, -x.sign, -x.infinite, x.used, x.factor_used, x.poison)
-    return replace(x, number=(p - x.number) % p, facts=facts, real=-x.real, factor=factor, is_power=False)
+    return Exact(number, facts, -x.real, factor, x.degree, x.roots)
 
 
 def subtract(field: Field, x: Exact, y: Exact) -> Exact:
@@ -113,17 +117,20 @@ def power(field: Field, x: Exact, n: int) -> Exact:
     if n == 0:  # 1, as in floats, even if x is NaN
         return field.lift(np.ones(x.shape, np.float32))
     if n < 0:
-        return invert(field, power(field, x, -n))
+        inverse_of_power = power(field, x, -n)
+        return invert(field, inverse_of_power)
     # The number of a root is random: its square, computed from it, would be another random number.
     if n >= 2 and x.roots is not None:
-        return _power_of_squares(field, x, multiply(field, x, x).with_sign(1), n)
+        square = multiply(field, x, x).with_sign(1)
+        return _power_of_square(field, x, square, n)
     if n >= 2:
-        squares = find_squares(field, x)
-        if squares is not None:
-            return _power_of_squares(field, x, squares, n)
+        known_square = find_squares(field, x)
+        if known_square is not None:
+            return _power_of_square(field, x, known_square, n)
     sign: Any = x.sign
     if n % 2 == 0:
         sign = 1
+    # (-inf)**3 is -inf.
     infinite = np.where(x.is_truly_infinite, TRULY * np.sign(x.infinite) ** n, 0)
     facts = build_facts(x.shape, sign, infinite, x.used, poison=x.poison)
     number = field.residues.power(x.number, n)
@@ -131,9 +138,9 @@ def power(field: Field, x: Exact, n: int) -> Exact:
     return field.settle(Exact(number, facts, x.real**n, None, degree, x.roots, x.is_power))
 
 
-def _power_of_squares(field: Field, x: Exact, squares: Exact, n: int) -> Exact:
+def _power_of_square(field: Field, x: Exact, square: Exact, n: int) -> Exact:
     """x**n from x**2, which is known from the law of roots: (c sqrt(y))**3 is c**2 y times c sqrt(y)."""
-    result = power(field, squares, n // 2)
+    result = power(field, square, n // 2)
     if n % 2:
         result = multiply(field, result, x)
     return result
@@ -143,13 +150,13 @@ def invert(field: Field, x: Exact) -> Exact:
     """1 / x, which is infinite for x = 0, and 0 for an infinite x."""
     x = to_number(field, x)
     number, roots, degree = _invert_numbers(field, x)
-    zero = field.is_zero(x)
+    is_zero = field.is_zero(x)
+    infinite: Any = 0
+    poison = x.poison
     if field.planted:  # x is zero only because this draw was planted so
-        infinite = np.zeros(x.shape, int)
-        poison = np.where(zero, OUTSIDE, x.poison)
+        poison = np.where(is_zero, OUTSIDE, poison)
     else:
-        infinite = np.where(zero, TRULY, 0)
-        poison = x.poison
+        infinite = np.where(is_zero, TRULY, 0)
     # 1 / inf is a zero like any other: it has a meaning in all components.
     number = np.where(x.is_truly_infinite, np.uint64(0), number)
     used = np.where(x.is_truly_infinite, 0, x.used)
@@ -159,26 +166,27 @@ def invert(field: Field, x: Exact) -> Exact:
 
 def _invert_numbers(field: Field, x: Exact) -> tuple[np.ndarray, np.ndarray | None, Degree]:
     """The residues of 1 / x, the ids of the roots of which they are multiples, and their degree."""
+    size = x.number[0].size
     if x.roots is None:
         number = field.invert_residues(x.number, x.used)
-        return number, None, field.degree_of_inverses(x.degree, x.number[0].size)
-    if field.laws.roots.ids_of_squares(x.roots).any():
+        return number, None, field.degree_of_inverses(x.degree, size)
+    roots = field.laws.roots
+    if roots.ids_of_squares(x.roots).any():
         # x is the root of a multiple of a root, such as sqrt(sqrt(y)). 1 / x is x / x**2, and x**2 has fewer roots.
         squares = multiply(field, x, x)
         inverse, roots_of_inverse, degree = _invert_numbers(field, squares)
         facts = build_facts(x.shape, used=x.used)
-        quotient = multiply(
-            field,
-            Exact(x.number, facts, x.real, None, x.degree, x.roots),
-            Exact(inverse, facts, x.real, None, degree, roots_of_inverse),
-        )
+        dividend = Exact(x.number, facts, x.real, None, x.degree, x.roots)
+        inverse_of_squares = Exact(inverse, facts, x.real, None, degree, roots_of_inverse)
+        quotient = multiply(field, dividend, inverse_of_squares)
         return quotient.number, quotient.roots, quotient.degree
     # 1 / (c sqrt(y)) is sqrt(y) / (c y). The number is c h of a root h, and y / h**2 takes it to c y / h.
-    divisor = x.number * field.laws.roots.corrections(x.roots[0]) % field.residues.primes_of(x.number)
-    degree_of_divisor = x.degree.times(field.laws.roots.degree_of_squares)
+    correction = roots.corrections(x.roots[0])
+    divisor = x.number * correction % field.residues.primes_of(x.number)
+    degree_of_divisor = x.degree.times(roots.degree_of_squares)
     inverse = field.invert_residues(divisor, x.used)
-    degree = field.laws.roots.degree.times(field.degree_of_inverses(degree_of_divisor, x.number[0].size))
-    return inverse, x.roots, degree
+    degree_of_inverse = field.degree_of_inverses(degree_of_divisor, size)
+    return inverse, x.roots, roots.degree.times(degree_of_inverse)
 
 
 def divide(field: Field, x: Exact, y: Exact) -> Exact:
@@ -188,8 +196,9 @@ def divide(field: Field, x: Exact, y: Exact) -> Exact:
 
 def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) -> Exact:
     """The sum over dims of the array; `keep` leaves them, with size 1."""
-    # The number is [components, ...]. A sum of 2**32 residues of 32 bits fits a word, so one remainder is enough.
+    dims = tuple(dims)
     dims_of_parts = tuple(dim + 1 for dim in dims)  # behind the components
+    # The number is [components, ...]. A sum of 2**32 residues of 32 bits fits a word, so one remainder is enough.
     number = x.number.sum(dims_of_parts, np.uint64, keepdims=keep)
     number = number % field.residues.primes_of(number)
     factor = x.factor
@@ -197,9 +206,10 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
         for dim in sorted(dims_of_parts, reverse=True):
             factor = _multiply_along(field, factor, dim, keep)
     # The sign of a sum is known if all its terms have this sign.
-    is_positive = (x.sign == 1).all(tuple(dims), keepdims=keep)
-    is_negative = (x.sign == -1).all(tuple(dims), keepdims=keep)
-    sign = np.where(is_positive, 1, np.where(is_negative, -1, 0))
+    is_positive = (x.sign == 1).all(dims, keepdims=keep)
+    is_negative = (x.sign == -1).all(dims, keepdims=keep)
+    sign = np.where(is_negative, -1, 0)
+    sign = np.where(is_positive, 1, sign)
     # [...] without the dims, or with size 1 in their place.
     infinite, poison = sum_infinities(field, x, dims, keep)
     used = x.both_used.max(dims_of_parts, keepdims=keep, initial=0)
@@ -242,7 +252,8 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     poison: Any = 0
     if x.special or y.special:
         infinite, poison = contract_infinities(field, x, y)
-    facts = build_facts(number.shape[1:], _find_common_sign(x, y), infinite, used, poison=poison)
+    sign = _find_common_sign(x, y)
+    facts = build_facts(number.shape[1:], sign, infinite, used, poison=poison)
     real = np.matmul(x.real, y.real)
     degree = x.degree.times(y.degree)
     roots = None
@@ -263,13 +274,19 @@ def _have_common_roots(x: Exact, y: Exact) -> bool:
     """Whether all terms of each sum in a product of matrices have the same two roots; True too for too many terms."""
     if x.shape[-2] * y.number[0].size > _MOST_TERMS:
         return True
-    x_is_common = bool((x.roots_or_zeros == x.roots_or_zeros[..., :1]).all())
-    return x_is_common and bool((y.roots_or_zeros == y.roots_or_zeros[..., :1, :]).all())
+    x_roots = x.roots_or_zeros
+    y_roots = y.roots_or_zeros
+    are_equal_in_rows = (x_roots == x_roots[..., :1]).all()
+    are_equal_in_columns = (y_roots == y_roots[..., :1, :]).all()
+    return bool(are_equal_in_rows and are_equal_in_columns)
 
 
 def _find_common_sign(x: Exact, y: Exact) -> int:
     """The sign that all products of elements have; 0 if there is none."""
-    for x_sign, y_sign in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
-        if np.all(x.sign == x_sign) and np.all(y.sign == y_sign):
-            return x_sign * y_sign
+    for x_sign in (1, -1):
+        if not (x.sign == x_sign).all():
+            continue
+        for y_sign in (1, -1):
+            if (y.sign == y_sign).all():
+                return x_sign * y_sign
     return 0

@@ -17,32 +17,35 @@ from shardkit.testing.exact.numbers.values import Exact
 
 def where(mask: np.ndarray, x: Exact, y: Exact) -> Exact:
     """x where the mask [...] holds, else y."""
-    # Beside a logarithm a number has the factor 1.
-    factor = None
-    if x.factor is not None or y.factor is not None:
-        factor = np.where(mask, x.factor_or_ones, y.factor_or_ones)
-    # A mask that goes one way everywhere, as that of a block of a causal mask, keeps the degree of one side.
-    if mask.all():
-        degree = x.degree
-    elif not mask.any():
-        degree = y.degree
-    else:
-        degree = x.degree.plus(y.degree)
     number = np.where(mask, x.number, y.number)
     facts = np.where(mask, x.facts, y.facts)
     real = np.where(mask, x.real, y.real)
+    # Beside a logarithm a number has the factor 1, and beside the multiple of a root it is a multiple of none.
+    factor = None
+    if x.factor is not None or y.factor is not None:
+        factor = np.where(mask, x.factor_or_ones, y.factor_or_ones)
     roots = None
     if x.roots is not None or y.roots is not None:
         roots = np.where(mask, x.roots_or_zeros, y.roots_or_zeros)
-    # A side of which no element is taken need not be a power: of `where(True, exp(x), y)` all elements are.
-    is_power = (x.is_power or not mask.any()) and (y.is_power or bool(mask.all()))
+    # A mask may go one way everywhere, as that of a block of a causal mask: then what is true of all elements of that
+    # side is true of the result. Of `where(True, exp(x), y)` all are powers.
+    if mask.all():
+        degree = x.degree
+        is_power = x.is_power
+    elif not mask.any():
+        degree = y.degree
+        is_power = y.is_power
+    else:
+        degree = x.degree.plus(y.degree)
+        is_power = x.is_power and y.is_power
     return Exact(number, facts, real, factor, degree, roots, is_power)
 
 
 def join_exact(arrays: Sequence[Exact], dim: int, new: bool) -> Exact:
     """Arrays stacked along a `new` dim, or concatenated along one of theirs."""
     is_power = all(x.is_power for x in arrays)
-    return join_parts(arrays, partial(join_arrays, dim=dim, new=new, lead=1), is_power)
+    join = partial(join_arrays, dim=dim, new=new, lead=1)
+    return join_parts(arrays, join, is_power)
 
 
 def join_parts(arrays: Sequence[Exact], join: Callable[[list[np.ndarray]], np.ndarray], is_power: bool) -> Exact:
@@ -63,7 +66,8 @@ def join_parts(arrays: Sequence[Exact], join: Callable[[list[np.ndarray]], np.nd
     roots = None
     if any(x.roots is not None for x in arrays):
         roots = join([x.roots_or_zeros for x in arrays])
-    degree = arrays[0].degree.plus(*(x.degree for x in arrays))
+    degrees = [x.degree for x in arrays[1:]]
+    degree = arrays[0].degree.plus(*degrees)
     return Exact(number, facts, real, factor, degree, roots, is_power)
 
 
@@ -76,31 +80,35 @@ def join_arrays(arrays: Sequence[np.ndarray], dim: int, new: bool, lead: int = 0
     shapes = [x.shape[lead:] for x in arrays]
     if new:
         shape = np.broadcast_shapes(*shapes)
-        rows = [np.broadcast_to(x, (*x.shape[:lead], *shape)) for x in arrays]
-        return np.stack(rows, lead + dim)
+        pieces = [np.broadcast_to(x, (*x.shape[:lead], *shape)) for x in arrays]
+        return np.stack(pieces, lead + dim)
     # [4, 3] and [1, 2] along dim 1: without that dim they are [4, 1] and [1, 1], together [4, 1].
-    without_dim = [(*shape[:dim], 1, *shape[dim + 1 :]) for shape in shapes]
-    common = np.broadcast_shapes(*without_dim)
-    rows = []
+    shapes_without_dim = [(*shape[:dim], 1, *shape[dim + 1 :]) for shape in shapes]
+    common = np.broadcast_shapes(*shapes_without_dim)
+    pieces = []
     for x, shape in zip(arrays, shapes, strict=True):
-        full = (*common[:dim], shape[dim], *common[dim + 1 :])
-        rows.append(np.broadcast_to(x, (*x.shape[:lead], *full)))
-    return np.concatenate(rows, lead + dim)
+        full_shape = (*common[:dim], shape[dim], *common[dim + 1 :])
+        pieces.append(np.broadcast_to(x, (*x.shape[:lead], *full_shape)))
+    return np.concatenate(pieces, lead + dim)
 
 
 def take_elements(source: np.ndarray, places: np.ndarray, rank: int) -> np.ndarray:
     """The elements of [components, *lead, n] at places [*lead, ...], where a mesh has `rank` dims in front.
 
     Each device takes elements at places of its own: the result is [components, *lead, ...].
+
+    Worked example: on two devices, of which both have the elements [a, b, c], the places [[2, 0], [1, 1]] are taken:
+    that is [c, a] on the first device, and [b, b] on the second one.
     """
-    lead = source.shape[1:-1]
+    devices = places.shape[:rank]
     shape = places.shape[rank:]
-    flat = places.reshape(*places.shape[:rank], -1)
-    if math.prod(places.shape[:rank]) == 1:  # all devices take the same places
-        return source[..., flat.reshape(-1)].reshape(*source.shape[:-1], *shape)
+    if math.prod(devices) == 1:  # all devices take the same places
+        elements = source[..., places.reshape(-1)]
+        return elements.reshape(*source.shape[:-1], *shape)
     # Devices take other places. Source and places get a row for every device, and are taken row by row.
-    lead = np.broadcast_shapes(lead, places.shape[:rank])
+    lead = np.broadcast_shapes(source.shape[1:-1], devices)
     components = len(source)
+    rows = places.reshape(*devices, -1)
+    rows = np.broadcast_to(rows, (components, *lead, rows.shape[-1]))
     source = np.broadcast_to(source, (components, *lead, source.shape[-1]))
-    flat = np.broadcast_to(flat, (components, *lead, flat.shape[-1]))
-    return np.take_along_axis(source, flat, -1).reshape(components, *lead, *shape)
+    return np.take_along_axis(source, rows, -1).reshape(components, *lead, *shape)

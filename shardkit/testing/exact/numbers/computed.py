@@ -7,6 +7,9 @@ an unknown, it is computed in the field too. There it is 73/80, and so is 0.9125
 that rounds to it.
 
 Two numbers that round alike stay different: 1 + 1e-8 is 1 in float32, and is not 1 here.
+
+Worked example: `scale = 0.9 * 1 + 0.0125`, `y = scale * x`. Both operations of the first line are noted, and computed
+in float32. At the product with x the field asks for `scale`, which waits for 0.9 * 1, and then is 9/10 + 1/80 = 73/80.
 """
 
 from __future__ import annotations
@@ -55,25 +58,31 @@ class Computations:
 
     def find(self, x: Any) -> Exact | None:
         """The exact value of a constant; None for one that the program did not compute."""
-        if id(x) not in self._by_id:
+        constant = self._by_id.get(id(x))
+        if constant is None:
             return None
         # A loop may have computed it of thousands that came before it, too many for a recursion: a constant waits until
         # its operands have been computed.
-        waiting = [self._by_id[id(x)]]
+        waiting = [constant]
         while waiting:
-            computation = waiting[-1]
-            missing = []
-            for operand in computation.operands:
-                earlier = self._by_id.get(id(operand))
-                if earlier is not None and earlier.exact is None:
-                    missing.append(earlier)
+            last = waiting[-1]
+            missing = self._list_missing_operands(last)
             if missing:
                 waiting += missing
                 continue
-            if computation.exact is None:
-                computation.exact = computation.compute()
+            if last.exact is None:
+                last.exact = last.compute()
             waiting.pop()
-        return self._by_id[id(x)].exact
+        return constant.exact
+
+    def _list_missing_operands(self, constant: ComputedConstant) -> list[ComputedConstant]:
+        """The operands that the program computed too, and that have no exact value yet."""
+        missing = []
+        for operand in constant.operands:
+            computed = self._by_id.get(id(operand))
+            if computed is not None and computed.exact is None:
+                missing.append(computed)
+        return missing
 
     def merge(self, other: Computations) -> None:
         """Adds the constants that another run has computed in a field of like settings."""
@@ -83,12 +92,18 @@ class Computations:
 
 def are_numbers(arrays: Sequence[np.ndarray]) -> bool:
     """Whether constants are finite, and none stands for infinity."""
-    return all(bool((np.abs(x) < LEAST_INFINITE).all()) for x in arrays if x.dtype.kind == "f")
+    for x in arrays:
+        if x.dtype.kind == "f" and not (np.abs(x) < LEAST_INFINITE).all():
+            return False
+    return True
 
 
 def are_whole(arrays: Sequence[np.ndarray]) -> bool:
     """Whether constants are whole numbers that float32 has, as masks and counts are: their sums are not rounded."""
     for x in arrays:
-        if x.dtype.kind == "f" and not ((x == np.rint(x)) & (np.abs(x) <= _LARGEST_WHOLE)).all():
+        if x.dtype.kind != "f":
+            continue
+        is_whole = (x == np.rint(x)) & (np.abs(x) <= _LARGEST_WHOLE)
+        if not is_whole.all():
             return False
     return True

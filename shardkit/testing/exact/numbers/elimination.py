@@ -29,7 +29,10 @@ from shardkit.testing.exact.numbers.values import CONSTANT, INPUT, OUTSIDE, POIS
 
 
 def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exact:
-    """x of a x = b, for a triangular [..., n, n] and [..., n, k]; `unit` reads ones on the diagonal."""
+    """x of a x = b, for a triangular [..., n, n] and [..., n, k]; `unit` reads ones on the diagonal.
+
+    Worked example: of [[2, 0], [3, 4]] x = [6, 1] row 0 is 6 / 2 = 3, and row 1 is (1 - 3 * 3) / 4 = -2.
+    """
     a = to_number(field, a)
     b = to_number(field, b)
     n = a.shape[-1]
@@ -43,17 +46,18 @@ def substitute(field: Field, a: Exact, b: Exact, lower: bool, unit: bool) -> Exa
     if not unit:
         inverses = _invert_diagonal(field, a)
     rows: dict[int, Exact] = {}
-    order = range(n) if lower else range(n - 1, -1, -1)
-    for i in order:
-        row = take_block(b, slice(i, i + 1), slice(None))
+    numbers = range(n) if lower else range(n - 1, -1, -1)
+    for i in numbers:
+        this_row = slice(i, i + 1)
+        row = take_block(b, this_row, slice(None))
         if rows:
             # x_i is b_i less a_ij x_j for all rows j that are ready: those above it, or below it.
             ready = slice(0, i) if lower else slice(i + 1, n)
-            coefficients = take_block(a, slice(i, i + 1), ready)
+            coefficients = take_block(a, this_row, ready)
             row = subtract(field, row, matmul(field, coefficients, _stack_rows(rows)))
         # Over the diagonal, by its inverse: [..., 1, 1] times [..., 1, k].
         if inverses is not None:
-            row = multiply(field, row, take_block(inverses, slice(i, i + 1), slice(None)))
+            row = multiply(field, row, take_block(inverses, this_row, slice(None)))
         rows[i] = row
     return replace(_stack_rows(rows), degree=_degree_of_solution(field, a, b))
 
@@ -73,23 +77,26 @@ def eliminate(field: Field, a: Exact) -> tuple[Exact, np.ndarray, np.ndarray]:
     """
     m, n = a.shape[-2:]
     lead = a.shape[:-2]
+    row_numbers = np.arange(m, dtype=np.int32)
     # x becomes U on and above the diagonal, and L below it, one column in each step.
     steps = min(m, n)
     # LAPACK reports both: which row each step swapped, and where all rows ended.
     swaps = np.zeros((*lead, steps), np.int32)
-    order = np.broadcast_to(np.arange(m, dtype=np.int32), (*lead, m)).copy()
+    order = np.broadcast_to(row_numbers, (*lead, m)).copy()
     x = a
     for k in range(steps):
-        # The pivot is the largest element, in real numbers, of the rows that are left: [..., m].
-        sizes = np.abs(find_keys(field, take_block(x, slice(None), slice(k, k + 1))))[..., 0]
-        largest = np.where(np.arange(m) < k, -1.0, sizes).argmax(-1)
+        # The pivot is the largest element, in real numbers, of the rows that no pivot is in: [..., m].
+        column = take_block(x, slice(None), slice(k, k + 1))
+        sizes = np.abs(find_keys(field, column))[..., 0]
+        sizes = np.where(row_numbers < k, -1.0, sizes)
+        largest = sizes.argmax(-1)
         swaps[..., k] = largest
         # Rows k and largest change places: in the order 0, 1, ..., m - 1 these two are exchanged.
-        swapped = np.broadcast_to(np.arange(m), (*lead, m)).copy()
-        np.put_along_axis(swapped, largest[..., None], k, -1)
-        swapped[..., k] = largest
-        order = np.take_along_axis(order, swapped, -1)
-        x = _reorder_rows(x, swapped)
+        places = np.broadcast_to(row_numbers, (*lead, m)).copy()
+        np.put_along_axis(places, largest[..., None], k, -1)
+        places[..., k] = largest
+        order = np.take_along_axis(order, places, -1)
+        x = _reorder_rows(x, places)
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
         # Below a pivot that is zero all is zero, and stays so.
         divisor = where(field.is_zero(pivot), _make_one(field, pivot), pivot)
@@ -99,14 +106,20 @@ def eliminate(field: Field, a: Exact) -> tuple[Exact, np.ndarray, np.ndarray]:
 
 
 def _eliminate_column(field: Field, x: Exact, k: int, pivot: Exact) -> Exact:
-    """One step: the column below the pivot over the pivot, and the rest less column times row."""
+    """One step: the column below the pivot over the pivot, and what is behind both less column times row.
+
+    Worked example, with the pivot 2 of [[2, 4], [6, 9]]: the column below it becomes 6 / 2 = 3, and the 9 becomes
+    9 - 3 * 4 = -3.
+    """
     m, n = x.shape[-2:]
     rows = np.arange(m)[:, None]
     columns = np.arange(n)
     # column [..., m, 1] and the pivot's row [..., 1, n] make a product of all rows and columns, of which those behind
     # the pivot are used.
-    column = multiply(field, take_block(x, slice(None), slice(k, k + 1)), invert(field, pivot))
-    product = multiply(field, column, take_block(x, slice(k, k + 1), slice(None)))
+    column = take_block(x, slice(None), slice(k, k + 1))
+    column = multiply(field, column, invert(field, pivot))
+    row = take_block(x, slice(k, k + 1), slice(None))
+    product = multiply(field, column, row)
     x = where((rows > k) & (columns > k), subtract(field, x, product), x)
     return where((rows > k) & (columns == k), column, x)
 
@@ -132,15 +145,16 @@ def factor_positive(field: Field, a: Exact) -> Exact:
     x = a
     pivots = []
     # [...], one for each matrix: a singular matrix is outside of the domain, as -1 is outside of the domain of sqrt.
-    singular = np.zeros(a.shape[:-2], bool)
+    is_singular = np.zeros(a.shape[:-2], bool)
     for k in range(n):
         pivot = take_block(x, slice(k, k + 1), slice(k, k + 1))
         # A pivot that is not positive has no real root. A 1 in its place keeps the steps going; the result is poison.
-        zero = field.is_zero(pivot)
+        # In an order only a pivot of zero is singular: no sign is drawn there.
+        has_no_root = field.is_zero(pivot)
         if field.settings.order is None:
-            zero = zero | (pivot.real[0] <= 0)
-        singular = singular | zero[..., 0, 0]
-        pivot = where(zero, _make_one(field, pivot), pivot).with_sign(1)
+            has_no_root = has_no_root | (pivot.real[0] <= 0)
+        is_singular = is_singular | has_no_root[..., 0, 0]
+        pivot = where(has_no_root, _make_one(field, pivot), pivot).with_sign(1)
         pivots.append(pivot)
         x = _eliminate_column(field, x, k, pivot)
     rows = np.arange(n)[:, None]
@@ -150,8 +164,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
     # [..., 1, n]: column j of U is multiplied by the root of pivot j.
     diagonal = join_exact(pivots, len(x.shape) - 1, new=False)
     x = multiply(field, x, square_root(field, diagonal))
-    # In an order only a pivot of zero is singular: no sign is drawn there.
-    poison = np.maximum(np.where(singular, OUTSIDE, 0), find_poison(field, a))
+    poison = np.maximum(np.where(is_singular, OUTSIDE, 0), find_poison(field, a))
     degree = degree_over_determinants(field, a, n, n).times(a.degree.to_the(n)).times(INPUT)
     facts = x.facts.copy()
     facts[POISON] = np.maximum(facts[POISON], poison[..., None, None])
@@ -170,6 +183,7 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
     x = a.number
     p = field.residues.primes_of(x)
     m, n = a.shape[-2:]
+    row_numbers = np.arange(m)[:, None]
     is_free = np.ones((*x.shape[:-2], m, 1), bool)  # rows that no pivot is in
     for k in range(n):
         # [components, ..., m, 1]
@@ -178,11 +192,11 @@ def find_rank(field: Field, a: Exact) -> np.ndarray:
         pivot = np.take_along_axis(column, place, -2)
         row = np.take_along_axis(x, place, -2)
         factors = column * invert_by_power(pivot, p) % p
-        is_pivot = (np.arange(m)[:, None] == place) & (pivot != 0)
-        is_free = is_free & ~is_pivot
+        has_pivot = pivot != 0
+        is_free = is_free & ~(has_pivot & (row_numbers == place))
         # p is added so that the difference of unsigned words is not negative.
         reduced = (x + p - factors * row % p) % p
-        x = np.where(is_free & (pivot != 0), reduced, x)
+        x = np.where(is_free & has_pivot, reduced, x)
     # [components, ...]; by chance a component may have a lower rank, and none a higher one.
     ranks = (~is_free).sum((-2, -1))
     valid = field.valid(a.used.max((-2, -1), initial=0))
@@ -243,7 +257,8 @@ def _make_one(field: Field, like: Exact) -> Exact:
 
 def _invert_diagonal(field: Field, a: Exact) -> Exact:
     """[..., n, 1]."""
-    return invert(field, a.move(lambda part: np.diagonal(part, axis1=-2, axis2=-1)[..., None]))
+    diagonal = a.move(lambda part: np.diagonal(part, axis1=-2, axis2=-1)[..., None])
+    return invert(field, diagonal)
 
 
 def _reorder_rows(a: Exact, order: np.ndarray) -> Exact:

@@ -225,12 +225,12 @@ class Field:
         if used >= self.end_level:
             raise TooDeepError
         if used or self.notes.logs:
-            zero = ((x.number == 0) | ~self.valid(x.used)).all(0)
+            is_zero = ((x.number == 0) | ~self.valid(x.used)).all(0)
         else:  # all components have a meaning
-            zero = (x.number == 0).all(0)
+            is_zero = (x.number == 0).all(0)
         if x.factor is not None:  # number + log(factor), and log(1) is zero
-            zero = zero & (x.factor == 1).all(0)
-        return zero & (x.infinite == 0) & (x.poison == 0)
+            is_zero = is_zero & (x.factor == 1).all(0)
+        return is_zero & (x.infinite == 0) & (x.poison == 0)
 
     def invert_residues(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         """1 / x for residues.
@@ -238,18 +238,21 @@ class Field:
         A number that is zero in some components alone is not zero, but has no inverse there: the points are drawn
         again. A number that is zero in all components is zero, and gets a number that stands for 1/0, the same wherever
         it is needed: that the quotient is infinite, or no number, is noted beside it (`Exact.infinite`, `poison`).
+
+        Worked example, of two elements modulo 5 and 11: [[2, 0], [3, 0]] has the inverses [[3, s], [4, t]], where s and
+        t stand for 1/0. [[2, 0], [3, 1]] asks for other points: the second element is 0 modulo 5, and not modulo 11.
         """
-        zero = x == 0
-        if not zero.any():
+        has_zero = x == 0
+        if not has_zero.any():
             return self.residues.invert(x)
         valid = self.valid(used)
-        always_zero = np.where(valid, zero, True).all(0)
-        if (zero & valid & ~always_zero).any():
+        is_zero = np.where(valid, has_zero, True).all(0)
+        if (has_zero & valid & ~is_zero).any():
             raise RedrawError
-        inverse = self.residues.invert(np.where(zero, np.uint64(1), x))
+        inverse = self.residues.invert(np.where(has_zero, np.uint64(1), x))
         p = self.residues.primes_of(x)
         inverse_of_zero = self.residues.salt("1/0").reshape(p.shape) % p
-        return np.where(zero, inverse_of_zero, inverse)
+        return np.where(has_zero, inverse_of_zero, inverse)
 
     def add_notes(self, other: Field, sides: Sequence[int]) -> None:
         """Adds what some sides noted and computed in another field of like settings, as if they had run in this one."""
@@ -263,33 +266,32 @@ class Field:
         """
         if not x.special:
             return x
-        # Infinity by the code of `Exact.infinite`: TRULY or -TRULY. HUGE is a number, and stays as it is.
+        ones = (1,) * len(x.shape)
+        # HUGE is a number, and stays as it is.
         number = x.number
         real = x.real
-        for value in (math.inf, -math.inf):
-            negative = value < 0
-            code = -TRULY if negative else TRULY
-            here = x.infinite == code
-            residues = self.residues.infinity(negative).reshape(-1, *[1] * len(x.shape))
-            number = np.where(here, residues, number)
-            real = np.where(here, value, real)
-        no_number = x.poison > 0
-        number = np.where(no_number, np.uint64(0), number)
-        real = np.where(no_number, math.nan, real)
+        for sign in (1, -1):
+            is_infinite = x.infinite == sign * TRULY
+            residues = self.residues.infinity(sign < 0).reshape(-1, *ones)
+            number = np.where(is_infinite, residues, number)
+            real = np.where(is_infinite, sign * math.inf, real)
+        is_no_number = x.poison > 0
+        number = np.where(is_no_number, np.uint64(0), number)
+        real = np.where(is_no_number, math.nan, real)
 
         # The facts of these special elements: their own sign, no prime used up, and no logarithm.
-        special = no_number | x.is_truly_infinite
+        is_special = is_no_number | x.is_truly_infinite
+        signs = np.where(is_special, np.sign(x.infinite), x.sign)
+        infinite = np.where(is_no_number, 0, x.infinite)
+        used = np.where(is_special, 0, x.used)
+        factor_used = np.where(is_special, 0, x.factor_used)
+        facts = build_facts(x.shape, signs, infinite, used, factor_used, x.poison)
         factor = x.factor
         if factor is not None:
-            factor = np.where(special, np.uint64(1), factor)
-        sign = np.where(special, np.sign(x.infinite), x.sign)
-        infinite = np.where(no_number, 0, x.infinite)
-        used = np.where(special, 0, x.used)
-        factor_used = np.where(special, 0, x.factor_used)
-        facts = build_facts(x.shape, sign, infinite, used, factor_used, x.poison)
+            factor = np.where(is_special, np.uint64(1), factor)
         roots = x.roots
         if roots is not None:
-            roots = np.where(special, NO_ROOT, roots)
+            roots = np.where(is_special, NO_ROOT, roots)
         return dataclasses.replace(x, number=number, facts=facts, real=real, factor=factor, roots=roots)
 
     def like(self, **changes: Any) -> Field:
@@ -329,13 +331,14 @@ class Field:
     def lift_as_stored(self, x: Any) -> Exact:
         """A constant array as its floats are, also if the program computed them."""
         x = np.asarray(x)
+        folded = self.choices.folded
         if x.size > MOST_KEPT:
-            lifted = lift_array(x, self.residues, self.choices.folded)
+            lifted = lift_array(x, self.residues, folded)
         else:
             # A mask of a step is lifted hundreds of times: small constants are kept.
             key = (x.tobytes(), x.dtype, x.shape)
             if key not in self._lifted:
-                self._lifted[key] = lift_array(x, self.residues, self.choices.folded)
+                self._lifted[key] = lift_array(x, self.residues, folded)
             lifted = self._lifted[key]
         self.notes.add_constants(lifted.constants, self.side)
         return lifted.exact
@@ -354,7 +357,8 @@ class Field:
         # All elements of one array count as one division: a term of a result has at most one of their inverses for each
         # time that it was multiplied by it, and the weight is the degree of the product of all divisors.
         self.notes.divisions += 1
-        inverses = {**degree.inverses, self.notes.divisions: (1, degree.total * elements)}
+        weight = degree.total * elements
+        inverses = {**degree.inverses, self.notes.divisions: (1, weight)}
         return Degree(1, inverses, degree.log_depth)
 
     @property

@@ -60,20 +60,20 @@ def explain_constants(constants: Set[Constant], others: Set[Constant]) -> dict[C
         constants: those of the side that may have folded some.
         others: those of the other side.
     """
-    odd = []
+    odd_values: dict[str, list[float]] = {}  # by dtype
+    count = 0
     for value, dtype in sorted(constants - others):
         if np.isfinite(value) and _is_odd(value, dtype):
-            odd.append((value, dtype))
-    if not odd or len(odd) > _MOST_FOLDED:
+            odd_values.setdefault(dtype, []).append(value)
+            count += 1
+    if count > _MOST_FOLDED:
         return {}
     folded = {}
-    for dtype in sorted({dtype for _, dtype in odd}):
+    for dtype in sorted(odd_values):
         table = _make_table(constants, others, dtype)
         if table is None:
             continue
-        for value, dtype_of_value in odd:
-            if dtype_of_value != dtype:
-                continue
+        for value in odd_values[dtype]:
             explanation = table.find(value)
             if explanation is not None:
                 folded[value, dtype] = explanation
@@ -100,24 +100,25 @@ def explain_inverses(constants: Set[Constant], others: Set[Constant]) -> dict[Co
         is_short_alone = dtype == _SHORT and (value, "float32") not in constants
         if not is_short_alone or value in values_of_others:
             continue
-        divisor = _find_divisor(value, others, others - constants)
-        if divisor is not None:
+        # Of two divisors with this inverse it is the one that the compiled program has lost.
+        divisors = _list_divisors(value, others)
+        if len(divisors) != 1:
+            divisors = _list_divisors(value, others - constants)
+        if len(divisors) == 1:
+            [divisor] = divisors
             folded[value, "float32"] = Folded(1 / Fraction(divisor), f"1 / {_show(divisor)} in {_SHORT}")
     return folded
 
 
-def _find_divisor(value: float, *sets: Set[Constant]) -> float | None:
-    """The constant whose inverse a value is, in the first of these sets that has a single one; None if none has."""
-    for constants in sets:
-        divisors = []
-        for divisor, dtype in constants:
-            is_divisor = dtype == _SHORT and np.isfinite(divisor) and divisor != 0
-            # XLA computes the inverse in float32, and rounds it then.
-            if is_divisor and (np.float32(1) / np.float32(divisor)).astype(jnp.bfloat16) == value:
-                divisors.append(divisor)
-        if len(divisors) == 1:
-            return divisors[0]
-    return None
+def _list_divisors(value: float, constants: Set[Constant]) -> list[float]:
+    """The constants in bfloat16 whose inverse a value is."""
+    divisors = []
+    for divisor, dtype in constants:
+        is_divisor = dtype == _SHORT and np.isfinite(divisor) and divisor != 0
+        # XLA computes the inverse in float32, and rounds it then.
+        if is_divisor and (np.float32(1) / np.float32(divisor)).astype(jnp.bfloat16) == value:
+            divisors.append(divisor)
+    return divisors
 
 
 def _make_table(constants: Set[Constant], others: Set[Constant], dtype: str) -> _Table | None:
@@ -129,7 +130,7 @@ def _make_table(constants: Set[Constant], others: Set[Constant], dtype: str) -> 
             leaves.add(abs(value))
     # Most constants of a program with many are whole numbers, as positions of tokens, which nothing folds.
     if len(leaves) > _MOST_CONSTANTS:
-        leaves = {1.0, *(value for value in leaves if not value.is_integer())}
+        leaves = {value for value in leaves if value == 1 or not value.is_integer()}
     if len(leaves) > _MOST_CONSTANTS:
         return None
     lost = set()
@@ -151,6 +152,10 @@ class _Table:
     """What one operation gives of any two constants, and one more of that and a third, in floats.
 
     XLA rounds each operation to the dtype. Python computes in float64, of what is not rounded yet, and rounds once.
+
+    Worked example: of the leaves 0.9 and 1 there are the operations 0.9 * 0.9, 0.9 / 0.9, ..., 1 - 1, sixteen in all.
+    In float32 they give 0.80999994, 1, ..., 0. So 0.80999994 is found as 0.9 * 0.9, and 0.7289999 by a second
+    operation, as (0.9 * 0.9) * 0.9.
 
     Attributes:
         leaves: the constants, without their signs.
@@ -176,30 +181,33 @@ class _Table:
         self.values = [self._compute_all(self.dtype), self._compute_all(np.dtype(np.float64))]
 
     def _compute_all(self, dtype: Any) -> np.ndarray:
+        """What all operations of `once` give in a dtype."""
+        rounded = {leaf: self._round(leaf, dtype) for leaf in self.leaves}
         values = []
         for a, name, b in self.once:
-            values.append(_OPERATIONS[name](self._round(a, dtype), self._round(b, dtype)))
+            operation = _OPERATIONS[name]
+            values.append(operation(rounded[a], rounded[b]))
         return np.array(values, dtype)
 
     def _round(self, leaf: float, dtype: Any) -> Any:
         """A constant for a computation: in its own dtype as it is, in float64 as the rational that it stands for."""
         if dtype == self.dtype:
             return dtype.type(leaf)
-        return dtype.type(float(self._exact(leaf)))
+        return dtype.type(float(self.ratios[leaf]))
 
     def find(self, value: float) -> Folded | None:
-        """What a constant, but for its sign, was computed of; with one operation if that gives it."""
+        """What a constant was computed of; with one operation if that gives it."""
         size = self.dtype.type(abs(value))
-        sign = -1 if value < 0 else 1
+        is_negative = value < 0
         for values in self.values:
             for place in self._find_equal(values, size):
                 folded = self._compute_once(int(place))
                 if self._is_near(folded.ratio, size):
-                    return _with_sign(folded, sign)
+                    return _with_sign(folded, is_negative)
         for values in self.values:
             twice = self._find_twice(values, size)
             if twice is not None:
-                return _with_sign(twice, sign)
+                return _with_sign(twice, is_negative)
         return None
 
     def _find_twice(self, once: np.ndarray, size: Any) -> Folded | None:
@@ -226,14 +234,16 @@ class _Table:
             if losses <= most:
                 return None
             first = self._compute_once(int(place))
-            ratio = _apply(name, first.ratio, self._exact(leaf))
+            ratio = _apply(name, first.ratio, self.ratios[leaf])
             if self._is_near(ratio, size):
-                return losses, Folded(ratio, f"({first.words}) {name} {_show(leaf)}", 2)
+                words = f"({first.words}) {name} {_show(leaf)}"
+                return losses, Folded(ratio, words, operations=2)
         return None
 
     def _is_near(self, ratio: Fraction, size: Any) -> bool:
         """Whether a constant is an exact value but for roundings: (0.1 + 0.2) - 0.3 is 5.6e-17 in floats, and is 0."""
-        return abs(abs(float(ratio)) - float(size)) <= _MOST_ROUNDINGS * float(np.spacing(size))
+        distance = abs(abs(float(ratio)) - float(size))
+        return distance <= _MOST_ROUNDINGS * float(np.spacing(size))
 
     def _find_equal(self, values: np.ndarray, size: Any) -> np.ndarray:
         """The places of a size, those with the most lost constants first."""
@@ -241,11 +251,10 @@ class _Table:
         return places[np.argsort(-self.losses[places], kind="stable")]
 
     def _compute_once(self, place: int) -> Folded:
+        """An operation of `once`, in exact numbers."""
         a, name, b = self.once[place]
-        return Folded(_apply(name, self._exact(a), self._exact(b)), f"{_show(a)} {name} {_show(b)}")
-
-    def _exact(self, value: float) -> Fraction:
-        return self.ratios[value]
+        ratio = _apply(name, self.ratios[a], self.ratios[b])
+        return Folded(ratio, f"{_show(a)} {name} {_show(b)}")
 
 
 def _apply(name: str, x: Fraction, y: Fraction) -> Fraction:
@@ -258,9 +267,9 @@ def _apply(name: str, x: Fraction, y: Fraction) -> Fraction:
     return x - y
 
 
-def _with_sign(folded: Folded, sign: int) -> Folded:
+def _with_sign(folded: Folded, is_negative: bool) -> Folded:
     """The same with the sign that a constant has."""
-    if (folded.ratio < 0) == (sign < 0):
+    if (folded.ratio < 0) == is_negative:
         return folded
     return Folded(-folded.ratio, f"-({folded.words})", folded.operations)
 

@@ -60,21 +60,30 @@ def _find_poles_at_zero(field: Field, x: Exact) -> np.ndarray:
 
 
 def _find_poles_at_ones(field: Field, x: Exact) -> np.ndarray:
-    one = field.lift(np.ones((1,) * len(x.shape), np.float32))
-    minus_one = field.lift(np.full((1,) * len(x.shape), -1, np.float32))
-    return np.where(find_equal(field, x, one), TRULY, np.where(find_equal(field, x, minus_one), -TRULY, 0))
+    """Infinity at 1, and minus infinity at -1."""
+    ones = np.ones((1,) * len(x.shape), np.float32)
+    is_one = find_equal(field, x, field.lift(ones))
+    is_minus_one = find_equal(field, x, field.lift(-ones))
+    infinite = np.where(is_minus_one, -TRULY, 0)
+    return np.where(is_one, TRULY, infinite)
 
 
 def _find_poles_at_integers(field: Field, x: Exact) -> np.ndarray:
-    """The poles at 0, -1, -2, ...: the real value says which of them an argument may be."""
+    """The poles at 0, -1, -2, ...
+
+    The real value says which of them an argument may be: -2.9999999 may be -3, and is if its residues are those of -3.
+    """
     nearest = np.rint(x.real[0])
     may_be_pole = (nearest <= 0) & (nearest > -_LARGEST_POLE)
-    candidate = field.lift(np.where(may_be_pole, nearest, 1).astype(np.float32))
-    return np.where(may_be_pole & find_equal(field, x, candidate), TRULY, 0)
+    candidates = np.where(may_be_pole, nearest, 1).astype(np.float32)
+    is_candidate = find_equal(field, x, field.lift(candidates))
+    return np.where(may_be_pole & is_candidate, TRULY, 0)
 
 
 def _find_poles_of_powers(field: Field, x: Exact, exponent: Exact) -> np.ndarray:
-    return np.where(field.is_zero(x) & (exponent.real[0] < 0), TRULY, 0)
+    """Zero to a negative power."""
+    is_negative = exponent.real[0] < 0
+    return np.where(field.is_zero(x) & is_negative, TRULY, 0)
 
 
 def _divide_integers(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -22,38 +22,60 @@ from shardkit.testing.exact.numbers.values import NOT_A_NUMBER, OUTSIDE, Exact, 
 
 
 def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> Exact:
-    """An uninterpreted function of each element, with the real values of the function of that name."""
+    """An uninterpreted function of each element, with the real values of the function of that name.
+
+    Worked example: `tanh(x)` where x is (3, 7) modulo 5 and 11, and was drawn as 0.5. A hash named "tanh" makes 1 of
+    the 3 and 8 of the 7, say: the result is (1, 8), wherever tanh is taken of this number. Its real value is 0.46.
+    """
     field.notes.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
-    number = _draw_values(field, name, arguments)
+    residues = [x.number for x in arguments]
+    number = field.residues.hash(name, *residues)
     # A prime that one of the arguments has used up has no meaning in the result either.
     used = arguments[0].used
     poison = arguments[0].poison
     for x in arguments[1:]:
         used = np.maximum(used, x.used)
         poison = np.maximum(poison, x.poison)
-    degree = arguments[0].degree.of_function(*(x.degree for x in arguments[1:]))
+    degrees = [x.degree for x in arguments[1:]]
+    degree = arguments[0].degree.of_function(*degrees)
     shape = number.shape[1:]
+
     # A function that numpy does not have, as a function of a test, is unknown in real numbers too.
     function = FUNCTIONS.get(name)
     if function is None:
         facts = build_facts(shape, sign, 0, used, poison=poison)
         real = np.full((1, *shape), math.nan)
         return field.settle(Exact(number, facts, real, degree=degree))
-    # A sum that cancels may be rounded to a number below zero, and sqrt would be NaN: it is set to 0.0.
-    reals = [np.where(field.is_zero(x), 0.0, x.real) for x in arguments]
-    real = np.asarray(load_real(function.real)(*reals))
-    _note_domain(field, function, arguments)
+
+    are_zero = [field.is_zero(x) for x in arguments]
+    # Values at zero are known, as tanh(0) = 0, and are kept: a gradient through tanh of a padded row must vanish.
+    if function.at_zero is not None:
+        number = np.where(are_zero[0], np.uint64(function.at_zero), number)
+    _note_domain(field, function, arguments, are_zero[0])
+    real = _compute_real(function, arguments, are_zero)
     if field.settings.order is None:
         # arcsin(2) is outside of the domain in this draw. A NaN that comes from an argument has its poison from there.
-        is_defined = np.isfinite(sum(x.real for x in arguments))[0]
-        poison = np.maximum(poison, np.where(np.isnan(real[0]) & is_defined, OUTSIDE, 0))
+        is_outside = np.isnan(real[0])
+        for x in arguments:
+            is_outside = is_outside & np.isfinite(x.real[0])
+        poison = np.maximum(poison, np.where(is_outside, OUTSIDE, 0))
     infinite, poison = _find_poles(field, function, arguments, poison)
     facts = build_facts(shape, sign, infinite, used, poison=poison)
     result = Exact(number, facts, real, degree=degree)
     if any(x.special for x in arguments):
         result = _take_limits(field, result, arguments)
     return field.settle(result)
+
+
+def _compute_real(function: Function, arguments: Sequence[Exact], are_zero: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [1, ...]: the function of real values, in which what is zero in the field is 0.0."""
+    # A sum that cancels may be rounded to a number below zero, and sqrt would be NaN.
+    reals = []
+    for x, is_zero in zip(arguments, are_zero, strict=True):
+        reals.append(np.where(is_zero, 0.0, x.real))
+    compute = load_real(function.real)
+    return np.asarray(compute(*reals))
 
 
 def _find_poles(
@@ -67,41 +89,37 @@ def _find_poles(
     Returns:
         int [...], as `Exact.infinite`, and `Exact.poison`.
     """
-    infinite = np.zeros(poison.shape, int)
+    finite = np.zeros(poison.shape, int)
     if function.find_poles is None:
-        return infinite, poison
+        return finite, poison
     infinite = np.where(poison == 0, function.find_poles(field, *arguments), 0)
     is_pole = infinite != 0
     if field.planted:  # only because this draw was planted so
-        return np.zeros(poison.shape, int), np.maximum(poison, np.where(is_pole, OUTSIDE, 0))
+        poison = np.maximum(poison, np.where(is_pole, OUTSIDE, 0))
+        return finite, poison
     if function.is_nan_at_poles:
-        return np.zeros(poison.shape, int), np.maximum(poison, np.where(is_pole, NOT_A_NUMBER, 0))
+        poison = np.maximum(poison, np.where(is_pole, NOT_A_NUMBER, 0))
+        return finite, poison
     if len(arguments) > 1:
         # Zero to a power whose sign is that of this draw alone: infinite here, and zero for other inputs.
         is_unknown = is_pole & bool(arguments[1].degree.total)
         field.notes.domains |= bool(is_unknown.any())
-        return np.where(is_unknown, 0, infinite), np.maximum(poison, np.where(is_unknown, OUTSIDE, 0))
+        infinite = np.where(is_unknown, 0, infinite)
+        poison = np.maximum(poison, np.where(is_unknown, OUTSIDE, 0))
     return infinite, poison
 
 
-def _draw_values(field: Field, name: str, arguments: Sequence[Exact]) -> np.ndarray:
-    """uint64 [components, ...]: a random residue for the residues of all arguments, by another hash for each name."""
-    number = field.residues.hash(name, *(x.number for x in arguments))
-    # Values at zero are known, as tanh(0) = 0, and are kept: a gradient through tanh of a padded row must vanish.
-    function = FUNCTIONS.get(name)
-    if function is not None and function.at_zero is not None:
-        number = np.where(field.is_zero(arguments[0]), np.uint64(function.at_zero), number)
-    return number
-
-
-def _note_domain(field: Field, function: Function, arguments: Sequence[Exact]) -> None:
+def _note_domain(field: Field, function: Function, arguments: Sequence[Exact], is_zero: np.ndarray) -> None:
     """Notes a function whose argument may be outside of its domain for other inputs, as a root.
 
     A proof then makes more draws: in one draw all arguments may be inside.
     """
-    if function.domain != EVERYWHERE and any(x.degree.total for x in arguments):
-        may_be_negative = (arguments[0].sign <= 0) & ~field.is_zero(arguments[0])
-        field.notes.domains |= function.domain == BOUNDED or bool(may_be_negative.any())
+    is_constant = not any(x.degree.total for x in arguments)
+    if function.domain == EVERYWHERE or is_constant:
+        return
+    may_be_negative = (arguments[0].sign <= 0) & ~is_zero
+    if function.domain == BOUNDED or may_be_negative.any():
+        field.notes.domains = True
 
 
 def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:
@@ -112,8 +130,3 @@ def _take_limits(field: Field, x: Exact, arguments: Sequence[Exact]) -> Exact:
     # Only limits that floats know: NaN of sin(inf) becomes poison, 1 of tanh(inf) a constant.
     limit = field.lift(np.where(is_infinite, x.real[0], 0.0))
     return where(is_infinite & (x.poison == 0), limit, x)
-
-
-def list_columns(x: np.ndarray) -> np.ndarray:
-    """[elements, components]: the components of each element side by side, as a key has them."""
-    return np.ascontiguousarray(x.reshape(len(x), -1).T)

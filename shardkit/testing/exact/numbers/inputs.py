@@ -24,15 +24,19 @@ _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs a
 def draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     """An input: a random number for every component and element, and a random real value for every element."""
     # Both programs draw their inputs by name: an input of the same name is the same in both.
-    drawn = field.notes.inputs.get(name)
-    if drawn is None or drawn.shape != tuple(shape):
-        drawn = _draw_input(field, name, shape)
-        field.notes.inputs[name] = drawn
-    return drawn
+    x = field.notes.inputs.get(name)
+    if x is None or x.shape != tuple(shape):
+        x = _draw_input(field, name, shape)
+        field.notes.inputs[name] = x
+    return x
 
 
 def _draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
-    """An input that the field has not drawn yet."""
+    """An input that the field has not drawn yet.
+
+    Worked example: x of shape [2] with the primes 5 and 11 and one point is [[3, 1], [7, 10]], in which no residue is
+    zero, with the real values [-0.4, 1.1], and has degree 1.
+    """
     size = math.prod(shape)
     digest = hashlib.blake2b(name.encode(), digest_size=6).digest()
     rng = np.random.default_rng([field.settings.seed, int.from_bytes(digest, "big")])
@@ -41,30 +45,38 @@ def _draw_input(field: Field, name: str, shape: Sequence[int]) -> Exact:
     number = rng.integers(1, moduli[:, None], (len(moduli), size), np.uint64)
     number = number.reshape(len(number), *shape)
     kind = field.settings.kind
-    real_kind = kind
+    kind_of_real = kind
     if kind == ANY:
-        real_kind = KINDS[rng.integers(len(KINDS))]
-    real = draw_real(field, rng, real_kind, (1, *shape))
+        kind_of_real = KINDS[rng.integers(len(KINDS))]
+    real = draw_real(field, rng, kind_of_real, (1, *shape))
     x = Exact(number, build_facts(shape), real, degree=INPUT)
-    if kind == "alike" and len(shape) and size:
-        x = x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
-    elif kind == "zero":
-        x = field.lift(np.zeros(shape, np.float32))
-    elif kind == "repeated" and size:
-        x = _repeat_elements(field, rng, x)
-    elif kind == ROWS and size:
-        x = _plant_rows(field, rng, x)
-    elif kind == WHOLE:
-        x = _lift_input(field, draw_whole(rng, shape))
+    x = _plant(field, rng, kind, x)
     return _place_elements(field, name, x)
+
+
+def _plant(field: Field, rng: np.random.Generator, kind: str, x: Exact) -> Exact:
+    """The input of a kind whose elements or rows are equal, or zero; of all other kinds x itself."""
+    if kind == "zero":
+        return field.lift(np.zeros(x.shape, np.float32))
+    if kind == WHOLE:
+        return _lift_input(field, draw_whole(rng, x.shape))
+    if not math.prod(x.shape):
+        return x
+    if kind == "alike" and x.shape:
+        return x.move(lambda part: np.broadcast_to(part[:, :1], part.shape))
+    if kind == "repeated":
+        return _repeat_elements(field, rng, x)
+    if kind == ROWS:
+        return _plant_rows(field, rng, x)
+    return x
 
 
 def draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
     """Real values of a kind; those near constants are drawn near the field's."""
     if kind == MIXED:
         values_by_kind = np.stack([draw_real(field, rng, plain_kind, shape) for plain_kind in KINDS])
-        chosen_kinds = rng.integers(len(KINDS), size=(1, *shape))
-        return np.asarray(np.take_along_axis(values_by_kind, chosen_kinds, 0)[0])
+        kinds = rng.integers(len(KINDS), size=(1, *shape))
+        return np.asarray(np.take_along_axis(values_by_kind, kinds, 0)[0])
     if kind == SIMILAR:
         return _draw_similar(field, rng, shape)
     real = rng.normal(size=shape) * field.settings.scale
@@ -84,13 +96,15 @@ def draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence
 def _draw_similar(field: Field, rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     """Real values that differ by little along some dims.
 
-    The minimum of four clipped rows is between its bounds only if no row is below: of rows that are drawn on their own,
+    The minimum of four clipped rows is between its bounds only if no row is below: of rows that are drawn one by one,
     in one draw of hundreds; of similar ones, in one of three.
     """
     is_alike = rng.uniform(size=len(shape)) < 0.5
+    sizes = np.where(is_alike, 1, shape).tolist()
     kind = str(rng.choice(KINDS))
-    first = draw_real(field, rng, kind, np.where(is_alike, 1, shape).tolist())
-    return np.asarray(first + 0.1 * np.maximum(np.abs(first), 1) * rng.normal(size=shape) * field.settings.scale)
+    centres = draw_real(field, rng, kind, sizes)
+    distances = 0.1 * np.maximum(np.abs(centres), 1) * rng.normal(size=shape)
+    return np.asarray(centres + distances * field.settings.scale)
 
 
 def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.ndarray) -> np.ndarray:
@@ -101,10 +115,12 @@ def _draw_near(constants: Sequence[float], rng: np.random.Generator, real: np.nd
     if len(constants) < 2:
         return np.asarray(about)
     ordered = np.unique(constants)
-    places = rng.integers(len(ordered) - 1, size=real.shape)
+    gaps = np.diff(ordered)
+    places = rng.integers(len(gaps), size=real.shape)
     share = rng.uniform(size=real.shape)
-    between = ordered[places] + share * np.diff(ordered)[places]
-    return np.where(rng.uniform(size=real.shape) < 0.5, about, between)
+    between = ordered[places] + share * gaps[places]
+    is_about = rng.uniform(size=real.shape) < 0.5
+    return np.where(is_about, about, between)
 
 
 def _place_elements(field: Field, name: str, x: Exact) -> Exact:
@@ -121,14 +137,24 @@ def _place_elements(field: Field, name: str, x: Exact) -> Exact:
 
 
 def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
-    """An input of which many elements are equal: to one of the first half, to the one before, or to a constant."""
+    """An input of which many elements are equal: to one of the first half, to the one before, or to a constant.
+
+    Worked example, of four elements: each is one of x[0] and x[1], or stays, as at the places [0, 1, 0, 3]. If the
+    last repeats its neighbour, it is x[0] too. If the second one is to be a constant that was compared, such as 0, the
+    input is [x[0], 0, x[0], x[0]].
+    """
     size = math.prod(x.shape)
     repeats_another = rng.uniform(size=size) < 0.5
     places_in_first_half = rng.integers(0, (size + 1) // 2, size)
     places = np.where(repeats_another, places_in_first_half, np.arange(size))
     repeats_neighbour = rng.uniform(size=size) < 0.3
     places = np.where(repeats_neighbour, np.roll(places, 1), places)
-    x = x.move(lambda part: part.reshape(len(part), -1)[:, places].reshape(part.shape))
+
+    def take_places(part: np.ndarray) -> np.ndarray:
+        flat = part.reshape(len(part), -1)
+        return flat[:, places].reshape(part.shape)
+
+    x = x.move(take_places)
     constants = rng.choice(_list_compared_constants(field), size=x.shape)
     is_constant = rng.uniform(size=x.shape) < 0.4
     return where(is_constant, field.lift(constants.astype(np.float32)), x)
@@ -141,7 +167,8 @@ def _lift_input(field: Field, values: np.ndarray) -> Exact:
 
 def draw_whole(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     """float32 [...]: whole numbers from -3 to 3, or halves of these."""
-    return (rng.integers(-3, 4, shape) / rng.choice([1, 1, 2])).astype(np.float32)
+    numerators = rng.integers(-3, 4, shape)
+    return (numerators / rng.choice([1, 1, 2])).astype(np.float32)
 
 
 def _plant_rows(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
@@ -161,20 +188,28 @@ def _plant_rows(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
     # Zero rows are a choice of their own, so that these are of the other constants, if there are any.
     compared = _list_compared_constants(field)[1:] or [0.0]
     constants = rng.choice(compared, size=sizes)
+    constants = np.broadcast_to(constants, x.shape).astype(np.float32)
+    kinds_of_rows = [
+        _repeat_first(x, ~counts_rows),  # the first number of each row
+        _repeat_first(x, counts_rows),  # the first row
+        field.lift(np.zeros(x.shape, np.float32)),
+        _lift_input(field, constants),
+    ]
+    for choice, rows in enumerate(kinds_of_rows, 1):
+        x = where(choices == choice, rows, x)
+    return x
 
-    def take_first(part: np.ndarray, dims: np.ndarray) -> np.ndarray:
+
+def _repeat_first(x: Exact, dims: np.ndarray) -> Exact:
+    """The first elements along some dims, bool [dims], in place of all."""
+
+    def repeat(part: np.ndarray) -> np.ndarray:
         first = part
         for dim in np.flatnonzero(dims):
             first = first.take([0], dim + 1)
         return np.broadcast_to(first, part.shape)
 
-    of_one_number = x.move(lambda part: take_first(part, ~counts_rows))
-    first_row = x.move(lambda part: take_first(part, counts_rows))
-    zeros = field.lift(np.zeros(x.shape, np.float32))
-    of_a_constant = _lift_input(field, np.broadcast_to(constants, x.shape).astype(np.float32))
-    for choice, rows in enumerate((of_one_number, first_row, zeros, of_a_constant), 1):
-        x = where(choices == choice, rows, x)
-    return x
+    return x.move(repeat)
 
 
 def _list_compared_constants(field: Field) -> list[float]:

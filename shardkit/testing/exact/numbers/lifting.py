@@ -7,7 +7,7 @@ because 3 * 4 is 12. Its real value is 1/3 in float64, its sign is "not negative
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -46,8 +46,8 @@ def lift_array(x: np.ndarray, residues: Residues, folded: Mapping[Constant, Fold
     """
     # Runs lift the same few masks and fillings hundreds of times. A finite number has the same residues in all fields
     # of so many primes and points; the number that stands for infinity is another one in each.
-    is_kept = x.size <= MOST_KEPT and not folded and np.isfinite(np.asarray(x, np.float64)).all()
-    if is_kept:
+    is_small = x.size <= MOST_KEPT
+    if is_small and not folded and np.isfinite(np.asarray(x, np.float64)).all():
         return _lift_finite(x.tobytes(), x.dtype, x.shape, residues.points, residues.levels)
     return _lift_values(x, residues.moduli, folded, residues)
 
@@ -63,7 +63,11 @@ def _lift_finite(content: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], p
 def _lift_values(
     x: np.ndarray, moduli: np.ndarray, folded: Mapping[Constant, Folded], residues: Residues | None
 ) -> Lifted:
-    """A constant array modulo some primes; `residues` has the numbers that stand for infinity."""
+    """A constant array modulo some primes; `residues` has the numbers that stand for infinity.
+
+    Worked example: [0, 0.5, 0.5] modulo 5 and 11. The distinct values 0 and 0.5 have the residues [[0, 3], [0, 6]] and
+    the real values [0, 1 / 2], and are taken to the places [0, 1, 1].
+    """
     # Constants are mostly masks and fillings: each distinct value is lifted once, and taken to its places.
     values: Any = x.reshape(-1)
     places: Any = np.zeros(x.shape, np.int64)
@@ -73,14 +77,19 @@ def _lift_values(
     constants: list[Constant] = []
     columns: list[np.ndarray] = []
     reals: list[float] = []
-    for value in values:
-        constant = (value.item(), str(x.dtype))
+    dtype = str(x.dtype)
+    for element in values:
+        value = element.item()
+        constant = (value, dtype)
         constants.append(constant)
-        if not math.isfinite(constant[0]):
-            columns.append(_find_number_of_special(constant[0], moduli, residues))
-            reals.append(constant[0])
+        if not math.isfinite(value):
+            columns.append(_find_number_of_special(value, moduli, residues))
+            reals.append(value)
             continue
-        ratio = folded[constant].ratio if constant in folded else find_ratio(constant[0], x.dtype)
+        if constant in folded:
+            ratio = folded[constant].ratio
+        else:
+            ratio = find_ratio(value, x.dtype)
         columns.append(_reduce(ratio, moduli))
         reals.append(float(ratio))
     if not columns:  # of an empty array
@@ -90,7 +99,8 @@ def _lift_values(
     table = np.stack(columns, 1)
     number = np.take(table, places.reshape(-1), 1).reshape(len(table), *x.shape)
     real = np.take(np.array(reals), places)[None]
-    return Lifted(Exact(number, _list_facts(values, places, x.dtype), real), tuple(constants))
+    facts = _list_facts(values, places, x.dtype)
+    return Lifted(Exact(number, facts, real), tuple(constants))
 
 
 def _find_number_of_special(value: float, moduli: np.ndarray, residues: Residues | None) -> np.ndarray:
@@ -108,23 +118,28 @@ def find_ratio(value: float, dtype: Any) -> Fraction:
     return Fraction(int(value))
 
 
-def _reduce(ratio: Fraction, moduli: Sequence[Any] | np.ndarray) -> np.ndarray:
+def _reduce(ratio: Fraction, moduli: np.ndarray) -> np.ndarray:
     """uint64 [components]: n / d, which is n times the inverse of d modulo each prime."""
     residues = []
-    for p in np.asarray(moduli).tolist():
+    for p in moduli.tolist():
         residues.append(ratio.numerator * pow(ratio.denominator, -1, p) % p)
     return np.array(residues, np.uint64)
 
 
 def _list_facts(values: np.ndarray, places: np.ndarray, dtype: Any) -> np.ndarray:
     """int8 [5, ...]: the facts of constants, from those of their distinct values."""
-    wide = np.asarray(values, np.float64)
-    # The sign 1 means "not negative", so it is that of zero too.
-    sign = np.where(wide == 0, 1, np.nan_to_num(np.sign(wide))).astype(np.int8)
-    # Integers are never a mask's infinity.
-    is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(dtype, jnp.floating)
-    infinite = np.where(np.isinf(wide), TRULY, np.where(is_huge, HUGE, 0)) * sign
-    poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
     if not len(values):  # of an empty array
         return build_facts(places.shape)
-    return build_facts(places.shape, np.take(sign, places), np.take(infinite, places), poison=np.take(poison, places))
+    wide = np.asarray(values, np.float64)
+    # The sign 1 means "not negative", so it is that of zero too; NaN has none.
+    sign = np.where(wide < 0, -1, wide >= 0)
+    # Integers are never a mask's infinity.
+    is_huge = (np.abs(wide) >= LEAST_INFINITE) & jnp.issubdtype(dtype, jnp.floating)
+    infinite = np.where(is_huge, HUGE, 0)
+    infinite = np.where(np.isinf(wide), TRULY, infinite) * sign
+    poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
+    # From the distinct values to all places.
+    sign = np.take(sign, places)
+    infinite = np.take(infinite, places)
+    poison = np.take(poison, places)
+    return build_facts(places.shape, sign, infinite, poison=poison)

@@ -41,6 +41,7 @@ from shardkit.testing.exact.numbers.values import (
     Degree,
     Exact,
     build_facts,
+    list_columns,
 )
 
 _LARGEST_WHOLE = 64  # multiples of a logarithm up to which it stays one
@@ -51,16 +52,18 @@ def exp(field: Field, x: Exact) -> Exact:
     field.notes.exps = True
     number = field.residues.exp(x.number)
     used = x.used + 1
+    # One prime higher, so that one more of the highest primes has a meaning.
+    depth = max(x.degree.log_depth - 1, 0)
     degree = CONSTANT
     if x.degree.total:
-        # A random function of its argument, one prime higher.
-        degree = Degree(1, log_depth=max(x.degree.log_depth - 1, 0))
+        # A random function of its argument.
+        degree = Degree(1, log_depth=depth)
     if x.factor is not None:
+        # exp(number + log(factor)) is exp(number) times the factor.
         number = number * x.factor % field.residues.primes_of(number)
         used = np.maximum(used, x.factor_used)
-        degree = degree.times(x.degree)
-        depth = max(x.degree.log_depth - 1, x.degree.log_depth_of_factor)
-        degree = degree._replace(log_depth=depth, log_depth_of_factor=0)
+        depth = max(depth, x.degree.log_depth_of_factor)
+        degree = degree.times(x.degree)._replace(log_depth=depth, log_depth_of_factor=0)
     # exp(-inf) is 0, also of a constant that stands for -inf in a mask. That zero has a meaning in all components.
     number = np.where(x.is_low, np.uint64(0), number)
     used = np.where(x.is_low, 0, np.minimum(used, LEVELS))
@@ -75,26 +78,34 @@ def exp(field: Field, x: Exact) -> Exact:
 def log(field: Field, x: Exact) -> Exact:
     """log(x), kept as the factor x; log(0) is minus infinity."""
     x = to_number(field, x)
+    is_zero = field.is_zero(x)
+    may_be_negative = (x.sign <= 0) & ~is_zero
+    if x.degree.total and may_be_negative.any():
+        field.notes.domains = True
     # Where x is zero the logarithm is -inf, and where it is known to be negative NaN.
-    zero = field.is_zero(x)
-    is_negative = ~zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
-    field.notes.domains |= bool(x.degree.total and ((x.sign <= 0) & ~zero).any())
+    infinite = np.where(is_zero, -TRULY, 0)
+    infinite = np.where(x.infinite == TRULY, TRULY, infinite)
+    is_negative = ~is_zero & ((x.sign < 0) & (x.infinite == 0) | (x.infinite < 0))
     poison = np.maximum(x.poison, np.where(is_negative, NOT_A_NUMBER, 0))
-    infinite = np.where(x.infinite == TRULY, TRULY, np.where(zero, -TRULY, 0))
     if field.settings.order is None:
         # Negative in this draw, but not known to be so for all inputs.
         keys = recall_keys(field, x.number, x.real[0])
-        happens_to_be_negative = ~zero & (keys < 0) & (poison == 0)
+        happens_to_be_negative = ~is_zero & (keys < 0) & (poison == 0)
         poison = np.maximum(poison, np.where(happens_to_be_negative, OUTSIDE, 0))
     # The whole number moves to the factor, with the primes that it has used up.
-    factor = np.where(zero, np.uint64(1), x.number)
+    number = np.zeros_like(x.number)
+    factor = np.where(is_zero, np.uint64(1), x.number)
     facts = build_facts(x.shape, 0, infinite, 0, x.used, poison)
     degree = x.degree._replace(log_depth=0, log_depth_of_factor=x.degree.log_depth)
-    return field.settle(Exact(np.zeros_like(x.number), facts, np.log(x.real), factor, degree))
+    return field.settle(Exact(number, facts, np.log(x.real), factor, degree))
 
 
 def to_number(field: Field, x: Exact) -> Exact:
-    """The same array without a factor: its logarithm becomes a number."""
+    """The same array without a factor: its logarithm becomes a number.
+
+    Worked example, modulo 5 and 11 with g = 1: the number (1, 2) with the factor (4, 9). 9 is 4**3 modulo 11, so that
+    the logarithm of the factor is 3 modulo 5. Modulo 11 it is not known. The result is (1 + 3, random) = (4, random).
+    """
     if x.factor is None:
         return x
     is_one = _find_ones(field, x.factor, x.factor_used)
@@ -135,16 +146,18 @@ def _find_ones(field: Field, factor: np.ndarray, used: np.ndarray) -> np.ndarray
 def _find_squares(field: Field, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Factors with x in place of sqrt(x), which doubles the logarithm; and bool [...], which elements were roots."""
     is_root = np.zeros(factor.shape[1:], bool)
-    if not field.settings.laws_of_roots or not field.laws.roots.squares:
+    squares = field.laws.roots.squares
+    if not field.settings.laws_of_roots or not squares:
         return factor, is_root
-    # [elements, components]
-    columns = np.ascontiguousarray(factor.reshape(len(factor), -1).T)
-    for place, word in enumerate(columns):
-        square = field.laws.roots.squares.get(word.tobytes())
+    # A copy: the factor of this array stays a root wherever else the array is used.
+    number = factor.copy()
+    columns = number.reshape(len(number), -1)
+    for place, word in enumerate(list_columns(factor)):
+        square = squares.get(word.tobytes())
         if square is not None:
-            columns[place] = square.number
+            columns[:, place] = square.number
             is_root.flat[place] = True
-    return columns.T.reshape(factor.shape), is_root
+    return number, is_root
 
 
 def multiply_logarithm(field: Field, x: Exact, y: Exact) -> Exact | None:
@@ -181,8 +194,9 @@ def find_whole_number(field: Field, x: Exact) -> int | None:
     if x.factor is not None or x.degree.total or x.number.size == 0:
         return None
     # [components]: the residues of the first element, which all others must have.
-    first = x.number.reshape(len(x.number), -1)[:, 0]
-    if not (x.number == first.reshape(-1, *[1] * (x.number.ndim - 1))).all():
+    columns = x.number.reshape(len(x.number), -1)
+    first = columns[:, 0]
+    if not (columns == first[:, None]).all():
         return None
     # Its residues are n, or p - n if it is -n, for the same n modulo every prime.
     moduli = field.residues.moduli

@@ -29,7 +29,8 @@ def hash_elements(field: Field, name: str, elements: np.ndarray) -> np.ndarray:
     salt = field.residues.salt(name)[:, None]
     # Without its place an element could stand elsewhere: A and its transpose would have one word.
     places = mix(salt, np.arange(elements.shape[-1], dtype=np.uint64))
-    places = places.reshape(len(elements), *[1] * (elements.ndim - 2), -1)
+    ones = (1,) * (elements.ndim - 2)
+    places = places.reshape(len(elements), *ones, -1)
     hashes = mix(elements, places)
     return np.asarray(mix(hashes.sum(-1, np.uint64)))
 
@@ -54,22 +55,24 @@ def apply_matrix_function(
         sign: the sign that is known of the results.
     """
     # The dims after those of the mesh and the batch: [k] or [k, l].
-    shape = real.shape[1 + len(a.shape) - 2 :]
+    lead = len(a.shape) - 2
+    shape = real.shape[1 + lead :]
+    ones = (1,) * len(shape)
     places = np.arange(shape[-1], dtype=np.uint64)
     if len(shape) == 2:
         rows = np.arange(shape[0], dtype=np.uint64)[:, None]
         places = places + np.uint64(_ROW) * rows
-    salts = mix(field.residues.salt(name).reshape(-1, *[1] * places.ndim), places)
-    salts = salts.reshape(len(salts), *[1] * (word.ndim - 1), *shape)
-    ones = (1,) * len(shape)
+    # [components, k] or [components, k, l]: a random word for each place.
+    salts = mix(field.residues.salt(name).reshape(-1, *ones), places)
+    # With dims of size 1 in place of those of the mesh and the batch.
+    salts = salts.reshape(len(salts), *(1,) * lead, *shape)
     number = mix(word.reshape(*word.shape, *ones), salts)
     number = number % field.residues.primes_of(number)
-
-    def spread(of_matrix: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(of_matrix.reshape(*of_matrix.shape, *ones), number.shape[1:])
-
-    used = spread(a.used.max((-2, -1)))
-    poison = spread(find_poison(field, a))
+    # What is known of a matrix is known of each element of its result.
+    used = a.used.max((-2, -1))
+    poison = find_poison(field, a)
+    used = used.reshape(*used.shape, *ones)
+    poison = poison.reshape(*poison.shape, *ones)
     facts = build_facts(number.shape[1:], sign, 0, used, poison=poison)
     return field.settle(Exact(number, facts, real, degree=a.degree.of_function()))
 
@@ -91,8 +94,9 @@ def apply_real_function(
         # numpy refuses all matrices where one has no eigenvalues: then none has known real values.
         arrays = [np.full((*x.shape[:-2], *shape), math.nan) for shape in shapes]
     results = []
-    for y in arrays:
-        y = np.asarray(y)
-        mask = is_finite.reshape(*is_finite.shape, *[1] * (y.ndim - is_finite.ndim))
+    for array in arrays:
+        y = np.asarray(array)
+        ones = (1,) * (y.ndim - is_finite.ndim)
+        mask = is_finite.reshape(*is_finite.shape, *ones)
         results.append(np.where(mask, y, math.nan)[None])
     return results

@@ -46,12 +46,15 @@ def find_keys(field: Field, x: Exact) -> np.ndarray:
     else:
         keys = _find_random_keys(field, x, field.settings.order)
     if field.choices.same_keys:
-        field.notes.lost |= bool(((keys == 0) & ~is_zero & (x.poison == 0)).any())
+        is_lost = (keys == 0) & ~is_zero & (x.poison == 0)
+        field.notes.lost |= bool(is_lost.any())
     # Zero is the middle of every order, infinity its ends, and NaN has no place.
     keys = np.where(is_zero, 0.0, keys)
-    keys = np.where(x.infinite == TRULY, math.inf, keys)
-    keys = np.where(x.infinite == -TRULY, -math.inf, keys)
-    return np.where(x.poison > 0, math.nan, keys)
+    if x.special:
+        keys = np.where(x.infinite == TRULY, math.inf, keys)
+        keys = np.where(x.infinite == -TRULY, -math.inf, keys)
+        keys = np.where(x.poison > 0, math.nan, keys)
+    return keys
 
 
 def find_keys_of_two(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.ndarray]:
@@ -70,8 +73,10 @@ def find_keys_of_two(field: Field, x: Exact, y: Exact) -> tuple[np.ndarray, np.n
     p = field.residues.primes_of(x.number)
     difference = (x.number + p - y.number) % p
     are_finite = np.isfinite(x_keys) & np.isfinite(y_keys)
-    keys = np.where(are_finite, x_keys, 0.0) - np.where(are_finite, y_keys, 0.0)
-    keys = recall_keys(field, difference, keys)
+    finite_x_keys = np.where(are_finite, x_keys, 0.0)
+    finite_y_keys = np.where(are_finite, y_keys, 0.0)
+    keys = recall_keys(field, difference, finite_x_keys - finite_y_keys)
+    # The difference in place of x, and zero in place of y.
     return np.where(are_finite, keys, x_keys), np.where(are_finite, 0.0, y_keys)
 
 
@@ -83,13 +88,14 @@ def _find_real_keys(x: Exact, is_zero: np.ndarray) -> np.ndarray:
         is_number = ~is_zero & (x.poison == 0) & ~x.is_truly_infinite
         if (is_beyond_floats & is_number).any():
             raise UnknownValueError
+    keys = _drop_last_digits(real)
     # A number that is too small for a float, as a product of exps, still has its sign.
-    is_lost = (real == 0) & (x.sign != 0)
-    return np.where(is_lost, x.sign * _SMALLEST, _drop_last_digits(real))
+    is_too_small = (real == 0) & (x.sign != 0)
+    return np.where(is_too_small, x.sign * _SMALLEST, keys)
 
 
 def _drop_last_digits(real: np.ndarray) -> np.ndarray:
-    # 34 of 53 bits: x + y + z in two orders of summation differ in the last few.
+    """Real values of 34 of 53 bits: x + y + z in two orders of summation differ in the last few."""
     mantissa, exponent = np.frexp(real)
     digits = np.rint(mantissa * 2.0**_DIGITS)
     return np.asarray(np.ldexp(digits, exponent - _DIGITS))
@@ -104,15 +110,18 @@ def _find_random_keys(field: Field, x: Exact, order: int) -> np.ndarray:
     """
     residues = highest_residues(field, x)
     # Every element gets a hash; constants and infinities replace theirs.
-    size, is_negative = _hash_sizes(field, x, residues, order)
+    sizes, is_negative = _hash_sizes(field, x, residues, order)
     # A number that is the same at all points is a constant, as a count of tokens or its share. It keeps its place among
     # constants, because the other program may have computed it without an unknown, and compares its value.
-    is_constant = (residues == residues[0]).all(0) & np.isfinite(x.real[0])
-    constants = np.where(is_constant, _drop_last_digits(x.real[0]), math.nan)
-    size = np.where(is_constant, _place_constants(field, constants, order), size)
+    real = x.real[0]
+    is_constant = (residues == residues[0]).all(0) & np.isfinite(real)
+    constants = np.where(is_constant, _drop_last_digits(real), math.nan)
+    sizes = np.where(is_constant, _place_constants(field, constants, order), sizes)
     is_negative = np.where(is_constant, constants < 0, is_negative)
+    keys = np.where(is_negative, -sizes, sizes)
+    # What stands for infinity is beyond all of them, which are below 3.
     is_huge = np.abs(x.infinite) == HUGE
-    return np.where(is_huge, 4.0 * np.sign(x.infinite), np.where(is_negative, -size, size))
+    return np.where(is_huge, 4.0 * np.sign(x.infinite), keys)
 
 
 def highest_residues(field: Field, x: Exact) -> np.ndarray:
@@ -129,31 +138,35 @@ def _hash_sizes(field: Field, x: Exact, residues: np.ndarray, order: int) -> tup
     p = field.residues.top_prime
     is_upper = residues[0] > p // np.uint64(2)
     # [points, ...]
-    canonical = np.where(is_upper, p - residues, residues) % p
+    lower_residues = np.where(is_upper, p - residues, residues) % p
     hashes = np.zeros(x.shape, np.uint64)
     salts = field.residues.salt(f"order {order // 4}")
-    for point, salt in zip(canonical, salts, strict=False):
-        hashes = mix(hashes, point, salt)
+    for residues_at_point, salt in zip(lower_residues, salts, strict=False):
+        hashes = mix(hashes, residues_at_point, salt)
     # Of four orders that share their hashes, the last two turn all unknown signs round, and the odd ones all sizes.
-    below = is_upper ^ (order % 4 >= 2) ^ (hashes % np.uint64(2) == 1)
-    is_negative = np.where(x.sign == 0, below, x.sign < 0)
-    size = 1 + (hashes >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    turns_signs = order % 4 >= 2
+    has_odd_hash = hashes % np.uint64(2) == 1
+    is_below = is_upper ^ turns_signs ^ has_odd_hash
+    is_negative = np.where(x.sign == 0, is_below, x.sign < 0)
+    # 52 bits of the hash, as a share of 1.
+    share = (hashes >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    sizes = 1 + share
     if order % 2:
-        size = 3 - size
-    return size, is_negative
+        sizes = 3 - sizes
+    return sizes, is_negative
 
 
 def _place_constants(field: Field, constants: np.ndarray, order: int) -> np.ndarray:
     """The sizes of constants, in their own order: below all unknown ones, above them, or among them."""
-    size = np.abs(constants)
+    sizes = np.abs(constants)
     # From [0, inf) to [0, 1), in the order of sizes.
-    share = size / (1 + size)
+    share = sizes / (1 + sizes)
     if order < 4:
         return share + 2 * (order % 2)
     # From the fourth order on: on a logistic curve about a constant that was compared, or about two neighbours.
     middle, steepness = _choose_curve(field, order)
-    distance = np.clip(steepness * (middle - np.log(size)), -700, 700)
-    spread = 1 / (1 + np.exp(distance))
+    distances = np.clip(steepness * (middle - np.log(sizes)), -700, 700)
+    spread = 1 / (1 + np.exp(distances))
     return 1.01 + 0.97 * spread + 0.01 * share  # the share tells apart constants that are spread to one place
 
 
@@ -165,13 +178,14 @@ def _choose_curve(field: Field, order: int) -> tuple[float, float]:
     1.00005, and a steepness of 20,000 leaves half of all unknown sizes between them.
     """
     rng = np.random.default_rng([field.settings.seed, order])
+    centres = field.choices.centres
     steepness = math.exp(rng.normal() + 1)
-    middle = rng.choice(field.choices.centres or (0.0,)) + rng.normal() / steepness
-    gaps = np.diff(field.choices.centres)
+    middle = rng.choice(centres or (0.0,)) + rng.normal() / steepness
+    gaps = np.diff(centres)
     is_between = order % 4 in (1, 2)  # of the orders that share their hashes one of each sign, and of each direction
     if is_between and (gaps > 0).any():
         place = rng.choice(np.flatnonzero(gaps > 0))
-        middle = field.choices.centres[place] + gaps[place] / 2
+        middle = centres[place] + gaps[place] / 2
         steepness = 2 / gaps[place]
     return float(middle), float(steepness)
 
@@ -203,16 +217,16 @@ def find_equal(field: Field, x: Exact, y: Exact) -> np.ndarray:
         y = take_exp(field, _take_huge_for_numbers(y))
     x = to_number(field, x)
     y = to_number(field, y)
-    equal = x.number == y.number
+    are_equal = x.number == y.number
     used = np.maximum(x.used, y.used)
     if field.notes.logs or used.any():
         # A component is compared where it has a meaning on both sides.
-        equal = equal | ~field.valid(used)
-    equal = equal.all(0)
+        are_equal = are_equal | ~field.valid(used)
+    are_equal = are_equal.all(0)
     if x.special or y.special:
         is_infinite = x.is_truly_infinite | y.is_truly_infinite
-        equal = np.where(is_infinite, x.infinite == y.infinite, equal)
-        no_number = (x.poison > 0) | (y.poison > 0)
-        equal = np.where(no_number, x.poison == y.poison, equal)
-        equal = equal | (x.poison == OUTSIDE) | (y.poison == OUTSIDE)
-    return np.asarray(equal)
+        are_equal = np.where(is_infinite, x.infinite == y.infinite, are_equal)
+        is_no_number = (x.poison > 0) | (y.poison > 0)
+        are_equal = np.where(is_no_number, x.poison == y.poison, are_equal)
+        are_equal = are_equal | (x.poison == OUTSIDE) | (y.poison == OUTSIDE)
+    return np.asarray(are_equal)

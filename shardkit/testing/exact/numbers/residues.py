@@ -18,6 +18,7 @@ from shardkit.testing.exact.numbers.tower import LEVELS, PRIMES, find_logarithms
 
 _HALF = np.uint64(16)
 _LOW_BITS = np.uint64(2**16 - 1)
+_BYTE = np.uint64(2**8 - 1)
 _MOST_IN_SUM = 32  # products of 32 bits and 16, of which a float64 has the sum
 _MOST_OF_HALVES = 2**20  # products of 16 bits and 16, of which a float64 has the sum of two sums
 _MOST_IN_PIECES = 256  # terms that are added in pieces of so few
@@ -127,10 +128,10 @@ class Residues:
             tree.append(products[:, ::2] * products[:, 1::2] % p)
 
         # One inverse for each component, that of the product of all its numbers, by Python's integers.
-        inverses_of_all = []
-        for value, prime in zip(tree[-1][:, 0], self.moduli, strict=True):
-            inverses_of_all.append(pow(int(value), -1, int(prime)))
-        inverse: Any = np.array(inverses_of_all, np.uint64)[:, None]
+        inverses = []
+        for product, prime in zip(tree[-1][:, 0].tolist(), self.moduli.tolist(), strict=True):
+            inverses.append(pow(product, -1, prime))
+        inverse: Any = np.array(inverses, np.uint64)[:, None]
         # On the way back a pair's inverse times one of its members is the inverse of the other.
         for products in reversed(tree[:-1]):
             pairs = np.empty_like(products)
@@ -164,7 +165,8 @@ class Residues:
     def _multiply_halves(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """The product of matrices with many terms, by the halves of both: 2**20 products of 16 bits and 16 are exact.
 
-        (a * 2**16 + b) (c * 2**16 + d) is a c * 2**32 + (a d + b c) * 2**16 + b d.
+        (a * 2**16 + b) (c * 2**16 + d) is a c * 2**32 + (a d + b c) * 2**16 + b d. As a sum of decimal halves,
+        12 * 34 is 1 * 3 * 100 + (1 * 4 + 2 * 3) * 10 + 2 * 4 = 408.
         """
         p = self.primes_of(x)
         total: Any = np.uint64(0)
@@ -206,16 +208,17 @@ class Residues:
         generators = self._generators.reshape(p.shape)[points:]
         # [components but those of the highest prime, ...]: the residues of a prime are the exponents for the next one.
         exponents = x[:-points] * generators % p[:-points]
-        # The level in the whole tower of each component but the first.
-        first = LEVELS - self.levels + 1
-        levels = np.repeat(np.arange(first, LEVELS), points).reshape(-1, *[1] * (x.ndim - 1))
-        byte = np.uint64(0xFF)
-        result = np.ones(x.shape, np.uint64)
+        # The level in the whole tower of each component but those of the lowest prime.
+        lowest = LEVELS - self.levels
+        levels = lowest + self.levels_of_components(x.ndim - 1)[points:]
         # 4**e from the four bytes of e, a product of four entries of the table.
-        for number in range(4):
-            digits = (exponents >> np.uint64(8 * number)) & byte
-            powers = power_table()[levels, number, digits.astype(np.int64)]
-            result[points:] = result[points:] * powers % p[points:]
+        powers: Any = np.uint64(1)
+        for byte in range(4):
+            digits = (exponents >> np.uint64(8 * byte)) & _BYTE
+            entries = power_table()[levels, byte, digits.astype(np.int64)]
+            powers = powers * entries % p[points:]
+        result = np.ones(x.shape, np.uint64)
+        result[points:] = powers
         return result
 
     def log(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
@@ -243,9 +246,9 @@ class Residues:
             level = LEVELS - self.levels + number_of_prime
             prime = PRIMES[level]
             # exp(y) = 4**(g y) modulo the next prime, so y is the exponent over g.
-            scale = np.uint64(pow(generator, -1, prime))
+            inverse_of_generator = np.uint64(pow(generator, -1, prime))
             # Modulo the next prime x has a meaning if exps have used up no prime but this one and those below it.
             has_meaning = used <= number_of_prime + 1
             exponents = find_logarithms(level, arguments[component_above, has_meaning])
-            logs[component, has_meaning] = exponents * scale % np.uint64(prime)
+            logs[component, has_meaning] = exponents * inverse_of_generator % np.uint64(prime)
         return logs.reshape(x.shape)

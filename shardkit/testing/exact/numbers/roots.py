@@ -105,6 +105,13 @@ class Product(NamedTuple):
 class Roots:
     """The roots that a run has drawn.
 
+    Worked example: sqrt(x) was drawn as h, and then sqrt(4 x) and sqrt(x) sqrt(y) were asked for, where sqrt(y) was
+    drawn as k. There are three roots, 1 of x, 2 of y and 3 of x y:
+
+        ids        {h: 1, k: 2, h k: 3}
+        by_square  {x: 1, 1/x: 1 / x times 1, 4 x: 2 times 1, y: 2, 1/y: 1 / y times 2, x y: 3, ...}
+        products   {(1, 2): 1 times 3}
+
     Attributes:
         ids: by the residues of a root, its id.
         by_square: by the residues of a number, its root.
@@ -156,15 +163,15 @@ class Roots:
 
     def add(self, root: Root, key: bytes, key_of_inverse: bytes) -> int:
         """The id of a new root. Its square and the inverse of that are found by these keys from now on."""
-        number = len(self._roots)
+        id = len(self._roots)
         self._roots.append(root)
         self._most_drawn = max(self._most_drawn, root.drawn)
         self.degree = self.degree.plus(Degree(root.drawn))
-        self.ids[root.number.tobytes()] = number
-        self.by_square.setdefault(key, Multiple(number, None))
+        self.ids[root.number.tobytes()] = id
+        self.by_square.setdefault(key, Multiple(id, None))
         # sqrt(1 / x) is sqrt(x) / x.
-        self.by_square.setdefault(key_of_inverse, Multiple(number, root.inverse_of_square))
-        return number
+        self.by_square.setdefault(key_of_inverse, Multiple(id, root.inverse_of_square))
+        return id
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
         """uint64 [components, ...]: the roots of ids [...]."""
@@ -182,19 +189,22 @@ class Roots:
         return self._ids_of_squares[ids]
 
     def _take(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """[components, ...]: the rows [components] of a table."""
         return np.moveaxis(table[ids], -1, 0)
 
     def _build_tables(self) -> None:
+        """Adds the rows of roots that were added since the tables were built."""
         first = len(self._ids_of_squares)
-        fresh = self._roots[first:]
-        if not fresh:
+        new_roots = self._roots[first:]
+        if not new_roots:
             return
         p = self._moduli
-        numbers = np.stack([root.number for root in fresh])
-        inverses = np.stack([root.inverse for root in fresh])
-        squares = np.stack([root.square for root in fresh])
+        # [roots, components].
+        numbers = np.stack([root.number for root in new_roots])
+        inverses = np.stack([root.inverse for root in new_roots])
+        squares = np.stack([root.square for root in new_roots])
         corrections = squares * inverses % p * inverses % p
-        ids = np.array([root.id_of_square for root in fresh], np.int32)
+        ids = np.array([root.id_of_square for root in new_roots], np.int32)
         self._numbers = np.concatenate([self._numbers, numbers])
         self._corrections = np.concatenate([self._corrections, corrections])
         self._ids_of_squares = np.concatenate([self._ids_of_squares, ids])

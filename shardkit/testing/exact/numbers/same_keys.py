@@ -32,17 +32,21 @@ def recall_keys(field: Field, number: np.ndarray, keys: np.ndarray) -> np.ndarra
     """
     if not field.choices.same_keys:
         return keys
-    top = number[field.residues.top]
-    p = field.residues.primes_of(number)[field.residues.top]
+    # [points, ...]
+    residues = number[field.residues.top]
+    p = field.residues.top_prime
     # x and -x are found by the same residues, and have opposite keys.
-    is_upper = top[0] > p[0] // np.uint64(2)
-    canonical = np.ascontiguousarray(np.moveaxis(np.where(is_upper, (p - top) % p, top), 0, -1))
+    is_upper = residues[0] > p // np.uint64(2)
+    lower_residues = np.where(is_upper, (p - residues) % p, residues)
     signs = np.where(is_upper, -1.0, 1.0)
-    known = field.laws.keys
-    recalled = np.array(np.broadcast_to(keys, top.shape[1:]), np.float64)
+    # [..., points]: the residues of an element side by side.
+    words = np.ascontiguousarray(np.moveaxis(lower_residues, 0, -1))
+    first_keys = field.laws.keys
+    recalled = np.array(np.broadcast_to(keys, residues.shape[1:]), np.float64)
     for place in np.ndindex(recalled.shape):
-        if not canonical[place].any():  # zero
+        if not words[place].any():  # zero
             continue
         key = float(recalled[place] * signs[place])
-        recalled[place] = signs[place] * known.setdefault(canonical[place].tobytes(), key)
+        first_key = first_keys.setdefault(words[place].tobytes(), key)
+        recalled[place] = signs[place] * first_key
     return recalled

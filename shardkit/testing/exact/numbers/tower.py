@@ -127,11 +127,16 @@ def _recall_exponents(level: int, values: np.ndarray) -> np.ndarray:
 
 
 def _find_exponents(level: int, values: np.ndarray) -> np.ndarray:
-    """uint64 [values]: the exponents of 4, modulo the prime of the level, that give the squares of some numbers."""
+    """uint64 [values]: the exponents of 4, modulo the prime of the level, that give the squares of some numbers.
+
+    Worked example, modulo 11 with two small steps: the small powers are 4**0 = 1 and 4**1 = 4, the large ones are
+    4**0 = 1, 4**-2 = 9 and 4**-4 = 4. The square of 4 is 5. Its products with the large powers are 5, 1 and 9: the
+    second is the small power 4**0, so that 5 is 4**(1 * 2 + 0).
+    """
     p, q = PRIMES[level : level + 2]
     steps = _make_steps(level)
     # The square is 4**(i s + j), where s is the number of small powers. So for one i the product with 4**(-i s) is the
-    # small power 4**j: of the candidates [values, large steps] one of each row, or two that differ by p.
+    # small power 4**j: of the candidates [values, large steps] one in each row, or two whose exponents differ by p.
     squares = values * values % np.uint64(q)
     candidates = squares[:, None] * steps.large_powers % np.uint64(q)
     rows, large_steps = np.nonzero(steps.has_bits[candidates & _LOW_BITS])
@@ -140,15 +145,17 @@ def _find_exponents(level: int, values: np.ndarray) -> np.ndarray:
     hits = np.flatnonzero(steps.small_powers[small_steps] == likely)
     exponents = np.zeros(len(values), np.uint64)
     exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + small_steps[hits]) % p
-    is_found = np.zeros(len(values), bool)
-    is_found[rows[hits]] = True
-    if not is_found.all():
+    has_exponent = np.zeros(len(values), bool)
+    has_exponent[rows[hits]] = True
+    if not has_exponent.all():
+        # The small power is one of the few that share their low bits with another.
         places = np.searchsorted(steps.lost_powers, likely)
         places = np.minimum(places, len(steps.lost_powers) - 1)
         hits = np.flatnonzero(steps.lost_powers[places] == likely)
-        exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + steps.lost_exponents[places[hits]]) % p
-        is_found[rows[hits]] = True
-    assert is_found.all(), "every number but 0 has a square that is a power of 4"
+        small_steps = steps.lost_exponents[places]
+        exponents[rows[hits]] = (large_steps[hits] * _SMALL_STEPS + small_steps[hits]) % p
+        has_exponent[rows[hits]] = True
+    assert has_exponent.all(), "every number but 0 has a square that is a power of 4"
     return exponents
 
 

@@ -63,24 +63,25 @@ class Degree(NamedTuple):
                 continue
             inverses = dict(inverses)
             for division, (power, weight) in other.inverses.items():
-                before, _ = inverses.get(division, (0, 0))
-                inverses[division] = max(power, before), weight
+                power_before, _ = inverses.get(division, (0, 0))
+                inverses[division] = max(power, power_before), weight
         return Degree(total, inverses, depth, depth_of_factor)
 
     def times(self, other: Degree) -> Degree:
         """The degree of a product: degrees add up."""
+        total = self.total + other.total
         depth = max(self.log_depth, other.log_depth)
         depth_of_factor = max(self.log_depth_of_factor, other.log_depth_of_factor)
         if not other.inverses:
-            return Degree(self.total + other.total, self.inverses, depth, depth_of_factor)
+            return Degree(total, self.inverses, depth, depth_of_factor)
         inverses = dict(self.inverses)
         for division, (power, weight) in other.inverses.items():
-            before, _ = inverses.get(division, (0, 0))
-            inverses[division] = power + before, weight
-        return Degree(self.total + other.total, inverses, depth, depth_of_factor)
+            power_before, _ = inverses.get(division, (0, 0))
+            inverses[division] = power + power_before, weight
+        return Degree(total, inverses, depth, depth_of_factor)
 
     def to_the(self, n: int) -> Degree:
-        """The degree of a power."""
+        """The degree of a power: that of (x / y)**3 has the inverse of y three times."""
         inverses = {}
         for division, (power, weight) in self.inverses.items():
             inverses[division] = n * power, weight
@@ -196,13 +197,18 @@ class Exact:
         """int8 [...], 0 for a number."""
         return self.facts[POISON]
 
-    # Asked of every array, by each rule that it meets: it is kept, because no rule writes into the facts of another.
+    # Both are asked of every array, by each rule that it meets, and kept: no rule writes into the facts of an array.
+    @cached_property
+    def has_infinite(self) -> bool:
+        """Whether an element is infinite, of both kinds."""
+        return bool(self.infinite.any())
+
     @cached_property
     def special(self) -> bool:
         """Whether an element is no number, or truly infinite."""
         if self.poison.any():
             return True
-        return bool(self.infinite.any() and self.is_truly_infinite.any())
+        return self.has_infinite and bool(self.is_truly_infinite.any())
 
     @property
     def factor_or_ones(self) -> np.ndarray:
@@ -220,13 +226,16 @@ class Exact:
 
     def move(self, move: Callable[[np.ndarray], np.ndarray]) -> Exact:
         """Moves elements to other places: `move` acts on each part, behind its leading dim."""
+        number = move(self.number)
+        facts = move(self.facts)
+        real = move(self.real)
         factor = None
         if self.factor is not None:
             factor = move(self.factor)
         roots = None
         if self.roots is not None:
             roots = move(self.roots)
-        return Exact(move(self.number), move(self.facts), move(self.real), factor, self.degree, roots, self.is_power)
+        return Exact(number, facts, real, factor, self.degree, roots, self.is_power)
 
     def row(self, dim: int, i: int) -> Exact:
         """The elements at a place of a dim, without it."""
@@ -249,3 +258,8 @@ def build_facts(
     rows[FACTOR_USED] = factor_used
     rows[POISON] = poison
     return rows
+
+
+def list_columns(x: np.ndarray) -> np.ndarray:
+    """[elements, components]: the components of each element side by side, as a key has them."""
+    return np.ascontiguousarray(x.reshape(len(x), -1).T)

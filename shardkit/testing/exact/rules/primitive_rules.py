@@ -180,6 +180,8 @@ RULES: dict[str, Callable[..., Any]] = {
 # What may be done with the bits of a float as an integer, beside moving them. Their words have neither size nor sign,
 # so a cast, an order or a product would be another one than in floats.
 _OF_BITS = {"bitcast_convert_type", "eq", "ne", "select_n", "add", "sub", "reduce_sum", "scatter", "scatter-add"}
+# NaN equals no float, and NaN less NaN is NaN. But the bits of NaN may be equal, and their difference is then 0.
+_COMPARES_BITS = {"eq", "ne", "sub"}
 
 
 def _is_bits(variable: Any, x: Operand) -> bool:
@@ -187,6 +189,13 @@ def _is_bits(variable: Any, x: Operand) -> bool:
     if not isinstance(x, Exact) or jnp.issubdtype(variable.aval.dtype, jnp.floating):
         return False
     return bool((np.isnan(x.real[0]) & (x.poison == 0)).any())
+
+
+def _is_bits_of_nan(variable: Any, x: Operand) -> bool:
+    """Whether an operand has integers that are the bits of NaN."""
+    if not isinstance(x, Exact) or jnp.issubdtype(variable.aval.dtype, jnp.floating):
+        return False
+    return bool(x.poison.any())
 
 
 def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
@@ -211,11 +220,14 @@ def apply_rule(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list
 def _refuse_bits(scope: Scope, equation: Any, operands: Sequence[Operand]) -> None:
     """Refuses words of bits as operands of a primitive that would take them for numbers, as a product does."""
     # Without a bitcast in the run so far there are no words to look for.
-    if not scope.field.laws.numbers_of_bits or equation.primitive.name in _OF_BITS:
+    if not scope.field.laws.numbers_of_bits:
         return
+    name = equation.primitive.name
     for variable, operand in zip(equation.invars, operands, strict=True):
-        if _is_bits(variable, operand):
-            raise UnsupportedError(f"{equation.primitive.name} of the bits of floats")
+        if name not in _OF_BITS and _is_bits(variable, operand):
+            raise UnsupportedError(f"{name} of the bits of floats")
+        if name in _COMPARES_BITS and _is_bits_of_nan(variable, operand):
+            raise UnsupportedError(f"{name} of the bits of NaN")
 
 
 def _move_elements(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand] | None:
