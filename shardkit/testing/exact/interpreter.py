@@ -301,7 +301,7 @@ class Interpreter(JaxprInterpreter[Operand]):
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not goes_on.any():
                 return carry
-            self._refuse_waiting(equation, goes_on, [body])
+            self._refuse_waiting(equation, goes_on, [test, body])
             after = self.run(body, [*consts_of_body, *carry])
             # Devices end after different numbers of rounds: those that have ended keep their values.
             if not goes_on.all():
