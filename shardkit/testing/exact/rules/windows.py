@@ -53,38 +53,13 @@ class WindowDim(NamedTuple):
     step: int = 1
 
 
-def _list_window_dims(
-    *,
-    sizes: Sequence[int],
-    windows: Sequence[int],
-    reads: Sequence[int],
-    strides: Sequence[int],
-    paddings: Sequence[tuple[int, int]],
-    spreads: Sequence[int],
-    steps: Sequence[int],
-) -> list[WindowDim]:
-    """The windows along each dim, from the parameters of an equation, which list a number for every dim."""
-    dims = []
-    for number in range(len(sizes)):
-        dim = WindowDim(
-            size=sizes[number],
-            windows=windows[number],
-            reads=reads[number],
-            stride=strides[number],
-            padding=paddings[number],
-            spread=spreads[number],
-            step=steps[number],
-        )
-        dims.append(dim)
-    return dims
-
-
 def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     """int64 [windows, elements of a window]: places in the flat array; its size for padding and gaps."""
     places = np.zeros((1, 1), np.int64)
     is_inside = np.ones((1, 1), bool)
     for dim in dims:
-        # Positions count from the first element, in steps of one; elements stand `spread` apart.
+        # Positions count from the first element, in steps of one; elements stand `spread` apart. In the example above
+        # the windows begin at -1 and 1, and read the positions [[-1, 0, 1], [1, 2, 3]].
         starts = np.arange(dim.windows) * dim.stride - dim.padding[0]
         offsets = np.arange(dim.reads) * dim.step
         positions = starts[:, None] + offsets
@@ -107,7 +82,11 @@ def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
 
 def _reshape(x: Exact, lead: int, shape: Sequence[int]) -> Exact:
     """Another shape of the dims after the first `lead`."""
-    return x.move(lambda part: part.reshape((*part.shape[: 1 + lead], *shape)))
+
+    def reshape(part: np.ndarray) -> np.ndarray:
+        return part.reshape(*part.shape[: 1 + lead], *shape)
+
+    return x.move(reshape)
 
 
 def _flatten(x: Exact, lead: int) -> Exact:
@@ -118,19 +97,30 @@ def _flatten(x: Exact, lead: int) -> Exact:
 def _transpose(x: Exact, lead: int, order: Sequence[int]) -> Exact:
     """The dims after the first `lead` in another order."""
     first = 1 + lead  # after the components and the mesh
-    dims = [first + dim for dim in order]
-    return x.move(lambda part: part.transpose(*range(first), *dims))
+    dims = [*range(first), *(first + dim for dim in order)]
+    return x.move(lambda part: part.transpose(dims))
 
 
 def _append(field: Field, x: Exact, filling: float) -> Exact:
     """One element more along the last dim."""
-    last = field.lift(np.full((1,) * len(x.shape), filling, np.float32))
-    return join_exact([x, last], len(x.shape) - 1, new=False)
+    dims = len(x.shape)
+    last = field.lift(np.full((1,) * dims, filling, np.float32))
+    return join_exact([x, last], dims - 1, new=False)
 
 
 def _read_windows(field: Field, x: Exact, places: np.ndarray, filling: float) -> Exact:
     """The elements that windows over the last dim read: [..., windows, elements of a window]."""
-    return _append(field, x, filling).move(lambda part: np.take(part, places, -1))
+    return _take_places(_append(field, x, filling), places)
+
+
+def _take_places(x: Exact, places: np.ndarray) -> Exact:
+    """The elements at places along the last dim, the same on all devices."""
+    return x.move(lambda part: np.take(part, places, -1))
+
+
+def _take_on_devices(scope: Scope, x: Exact, places: np.ndarray) -> Exact:
+    """The elements at places along the last dim, other ones on each device."""
+    return x.move(partial(take_elements, places=places, rank=scope.rank))
 
 
 # Convolutions
@@ -188,15 +178,18 @@ def _find_convolved_places(
     params: Any, sizes: Sequence[int], windows: Sequence[int], reads: Sequence[int]
 ) -> np.ndarray:
     """The places of a convolution's windows in the dims that it runs over."""
-    dims = _list_window_dims(
-        sizes=sizes,
-        windows=windows,
-        reads=reads,
-        strides=params["window_strides"],
-        paddings=params["padding"],
-        spreads=params["lhs_dilation"],
-        steps=params["rhs_dilation"],
-    )
+    dims = []
+    for number, size in enumerate(sizes):
+        dim = WindowDim(
+            size,
+            windows[number],
+            reads[number],
+            stride=params["window_strides"][number],
+            padding=params["padding"][number],
+            spread=params["lhs_dilation"][number],
+            step=params["rhs_dilation"][number],
+        )
+        dims.append(dim)
     return find_places(dims)
 
 
@@ -207,20 +200,27 @@ def _find_pooled_places(equation: Any, array: Any, windows: Any) -> np.ndarray:
     """The places of the windows of a pooling, by the variables of the array and of a value for each window."""
     params = equation.params
     sizes = array.aval.shape
-    ones = (1,) * len(sizes)  # select_and_scatter_add has no dilation
-    dims = _list_window_dims(
-        sizes=sizes,
-        windows=windows.aval.shape,
-        reads=params["window_dimensions"],
-        strides=params["window_strides"],
-        paddings=params["padding"],
-        spreads=params.get("base_dilation", ones),
-        steps=params.get("window_dilation", ones),
-    )
+    # select_and_scatter_add has no dilation.
+    ones = (1,) * len(sizes)
+    spreads = params.get("base_dilation", ones)
+    steps = params.get("window_dilation", ones)
+    dims = []
+    for number, size in enumerate(sizes):
+        dim = WindowDim(
+            size,
+            windows.aval.shape[number],
+            params["window_dimensions"][number],
+            stride=params["window_strides"][number],
+            padding=params["padding"][number],
+            spread=spreads[number],
+            step=steps[number],
+        )
+        dims.append(dim)
     return find_places(dims)
 
 
 def _shape_as_result(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """The shape of an equation's result."""
     return _reshape(x, scope.rank, equation.outvars[0].aval.shape)
 
 
@@ -245,9 +245,8 @@ def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def take_extremes(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_window_max and reduce_window_min."""
-    if equation.primitive.name == "reduce_window_max":
-        return _take_extremes(scope, equation, x, "max")
-    return _take_extremes(scope, equation, x, "min")
+    by = equation.primitive.name.removeprefix("reduce_window_")
+    return _take_extremes(scope, equation, x, by)
 
 
 def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
@@ -255,18 +254,19 @@ def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
 
     Keys say which element it is; the element itself, with its residues, is taken from its place.
     """
-    padding = _NEUTRAL[by]
+    filling = _NEUTRAL[by]
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    keys = _read_keys(scope, x, places, padding)
-    if by == "max":
+    keys = _read_keys(scope, x, places, filling)
+    largest = by == "max"
+    if largest:
         chosen = keys.argmax(-1)
     else:
         chosen = keys.argmin(-1)
-    elements = _flatten(to_number(scope.field, x), scope.rank)
-    source = _append(scope.field, elements, padding)
-    if keys.shape[-1] > 1:
-        extreme_keys = np.take_along_axis(keys, chosen[..., None], -1)
-        scope.choose(equation, keys == extreme_keys, source.move(lambda part: np.take(part, places, -1)))
+    flat = _flatten(to_number(scope.field, x), scope.rank)
+    source = _append(scope.field, flat, filling)
+    if scope.field.coverage is not None:
+        elements = _take_places(source, places)
+        scope.choose_extremes(equation, elements, keys, [keys.ndim - 1], largest)
     extremes = _take_on_devices(scope, source, _choose_places(places, chosen))
     return _shape_as_result(scope, equation, extremes)
 
@@ -279,8 +279,9 @@ def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> 
         keys = np.asarray(x, np.float64)
     # [*mesh, elements], with the key of the padding after them.
     keys = keys.reshape(*keys.shape[: scope.rank], -1)
-    last = np.full((*keys.shape[:-1], 1), filling)
-    return np.concatenate([keys, last], -1)[..., places]
+    key_of_padding = np.full((*keys.shape[:-1], 1), filling)
+    keys = np.concatenate([keys, key_of_padding], -1)
+    return keys[..., places]
 
 
 def _choose_places(places: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -289,29 +290,24 @@ def _choose_places(places: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return np.take_along_axis(places, chosen[..., None], -1)[..., 0]
 
 
-def _take_on_devices(scope: Scope, x: Exact, places: np.ndarray) -> Exact:
-    """Elements along the last dim, at other places on each device."""
-    return x.move(partial(take_elements, places=places, rank=scope.rank))
-
-
 def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     """reduce_window by a sum, product, maximum or minimum of a window and the number that it begins with."""
     field = scope.field
-    name = _find_reducer(equation.params["jaxpr"])
-    if len(operands) != 2 or name not in _NEUTRAL:
-        raise UnsupportedError(f"reduce_window by {name}")
-    x = scope.lift_one(operands[0])
+    by = _find_reducer(equation.params["jaxpr"])
+    if len(operands) != 2 or by not in _NEUTRAL:
+        raise UnsupportedError(f"reduce_window by {by}")
+    array, start = operands
+    x = scope.lift_one(array)
     ones = (1,) * len(equation.outvars[0].aval.shape)
-    first = _reshape(scope.lift_one(operands[1]), scope.rank, ones)
-    first = to_number(field, first)
-    if name == "add":
+    first = to_number(field, _reshape(scope.lift_one(start), scope.rank, ones))
+    if by == "add":
         return add(field, add_windows(scope, equation, x), first)
-    if name == "mul":
+    if by == "mul":
         return multiply(field, _multiply_windows(scope, equation, x), first)
-    extremes = _take_extremes(scope, equation, x, name)
+    extremes = _take_extremes(scope, equation, x, by)
     keys = find_keys(field, extremes)
     key_of_first = find_keys(field, first)
-    if name == "max":
+    if by == "max":
         stays = keys >= key_of_first
     else:
         stays = keys <= key_of_first
@@ -321,9 +317,11 @@ def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
 
 
 def _find_reducer(body: Any) -> str:
-    """The primitive that joins two numbers."""
-    if len(body.eqns) == 1 and all(v in body.eqns[0].invars for v in body.invars):
-        return body.eqns[0].primitive.name
+    """The primitive that joins two numbers: both arguments of the body are operands of its only equation."""
+    if len(body.eqns) == 1:
+        [equation] = body.eqns
+        if all(variable in equation.invars for variable in body.invars):
+            return equation.primitive.name
     return "another function"
 
 
@@ -345,25 +343,30 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
         terms             [[0, v, 0, 0], [0, u, 0, w]]
         sum               [0, u + v, 0, w]
     """
-    field = scope.field
     # The first operand has a value for each window, the second one is the array that was pooled.
     of_windows, array = equation.invars
     places = _find_pooled_places(equation, array, of_windows)
     extremes = _find_first_extremes(scope, equation, x, places)
     size = math.prod(array.aval.shape)
+    # Windows are numbered from 0. `no_window` is one more, whose value is 0, and whose extreme is no element.
     no_window = len(places)
-    windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
-    for j, places_of_j in enumerate(places.T):
-        windows[j, places_of_j] = np.arange(no_window)
-    windows = windows[:, :size]  # without the padding
-    # `no_window` has no extreme: `size` is the place of no element.
-    none = np.full((*extremes.shape[:-1], 1), size)
-    extremes = np.concatenate([extremes, none], -1)
+    windows = _number_windows(places, size, no_window)
+    no_element = np.full((*extremes.shape[:-1], 1), size)
+    extremes = np.concatenate([extremes, no_element], -1)
     # [*mesh, j, element]: whether the element is the extreme of the window in which it is the j-th.
     is_extreme = extremes[..., windows] == np.arange(size)
-    values = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
+    values = _append(scope.field, _flatten(scope.lift_one(source), scope.rank), 0.0)
     terms = _take_on_devices(scope, values, np.where(is_extreme, windows, no_window))
-    return _shape_as_result(scope, equation, sum_dims(field, terms, [scope.rank]))
+    return _shape_as_result(scope, equation, sum_dims(scope.field, terms, [scope.rank]))
+
+
+def _number_windows(places: np.ndarray, size: int, no_window: int) -> np.ndarray:
+    """int64 [j, element]: the window of which the element is the j-th; `no_window` if there is none."""
+    # One more element is the padding, which is dropped.
+    windows = np.full((places.shape[1], size + 1), no_window)
+    for j, places_of_j in enumerate(places.T):
+        windows[j, places_of_j] = np.arange(len(places))
+    return windows[:, :size]
 
 
 def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Operand) -> Exact:
@@ -383,25 +386,30 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
     It is noted as a comparison of all elements of a window with the chosen one, as in the gradient of `reduce_max`.
     """
     largest = equation.params["select_prim"].name == "ge"
-    filling = _NEUTRAL["min"]
     if largest:
         filling = _NEUTRAL["max"]
+    else:
+        filling = _NEUTRAL["min"]
     keys = _read_keys(scope, x, places, filling)
     chosen = np.zeros(keys.shape[:-1], int)
     best = keys[..., 0]
     for j in range(1, keys.shape[-1]):
         key = keys[..., j]
         # The first of equal keys stays.
-        stays = best >= key if largest else best <= key
+        if largest:
+            stays = best >= key
+        else:
+            stays = best <= key
         chosen = np.where(stays, chosen, j)
         best = np.where(stays, best, key)
     extremes = _choose_places(places, chosen)
     if isinstance(x, Exact) and scope.field.coverage is not None:
         flat = _flatten(to_number(scope.field, x), scope.rank)
         source = _append(scope.field, flat, filling)
-        elements = source.move(lambda part: np.take(part, places, -1))
-        extreme = _take_on_devices(scope, source, extremes[..., None])
-        scope.decide(equation, chosen[..., None] == np.arange(places.shape[1]), elements, extreme)
+        elements = _take_places(source, places)
+        extreme_elements = _take_on_devices(scope, source, extremes[..., None])
+        is_chosen = chosen[..., None] == np.arange(places.shape[1])
+        scope.decide(equation, is_chosen, elements, extreme_elements)
     return extremes
 
 
@@ -411,15 +419,16 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
 def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
     """cumlogsumexp: logarithms of sums of exps, by windows that end, or begin, at each element."""
     field = scope.field
-    dim = 1 + scope.rank + equation.params["axis"]
-    size = x.shape[dim - 1]
+    dim = scope.rank + equation.params["axis"]
+    size = x.shape[dim]
     # Window i reads elements 0 to i, and padding before them; a reverse one i to the end. Worked example, of three
     # elements: the places [[3, 3, 0], [3, 0, 1], [0, 1, 2]], where 3 is the padding, whose exp is 0.
     padding = (size - 1, 0)
     if equation.params["reverse"]:
         padding = (0, size)
     places = find_places([WindowDim(size, size, size, padding=padding)])
-    powers = exp(field, x).move(lambda part: np.moveaxis(part, dim, -1))
-    terms = _read_windows(field, powers, places, 0.0)
+    dim_of_part = 1 + dim  # behind the components
+    exps = exp(field, x).move(lambda part: np.moveaxis(part, dim_of_part, -1))
+    terms = _read_windows(field, exps, places, 0.0)
     sums = sum_dims(field, terms, [len(x.shape)])
-    return log(field, sums).move(lambda part: np.moveaxis(part, -1, dim))
+    return log(field, sums).move(lambda part: np.moveaxis(part, -1, dim_of_part))
