@@ -35,8 +35,10 @@ def _shift_logically(x: np.ndarray, places: np.ndarray) -> np.ndarray:
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     bits = x.view(unsigned)
     places = places.astype(unsigned)
+    # A shift by all bits, or by more, leaves none.
     width = 8 * x.dtype.itemsize
-    shifted = np.where(places < width, bits >> np.minimum(places, unsigned.type(width - 1)), unsigned.type(0))
+    shifted = bits >> np.minimum(places, unsigned.type(width - 1))
+    shifted = np.where(places < width, shifted, unsigned.type(0))
     return np.asarray(shifted).view(x.dtype)
 
 
@@ -44,7 +46,9 @@ def _find_remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """x less the multiple of y next to it, towards zero. That of an integer over zero is the integer, as XLA has it."""
     if not np.issubdtype(y.dtype, np.integer):
         return np.asarray(np.fmod(x, y))
-    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
+    is_zero = y == 0
+    divisor = np.where(is_zero, 1, y)
+    return np.where(is_zero, x, np.fmod(x, divisor))
 
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
@@ -88,7 +92,8 @@ def to_known(x: Any, as_stored: bool = False) -> Known:
     float16 again, which stands for 10/9.
     """
     if hasattr(x, "dtype") and is_key(x):
-        return make_words(np.asarray(jax.random.key_data(x)))
+        data = jax.random.key_data(x)
+        return make_words(np.asarray(data))
     x = np.asarray(x)
     x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
     if as_stored and x.dtype == jnp.bfloat16:
@@ -105,14 +110,14 @@ def compute_known(
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
     if name.startswith("random_") and real_keys:
-        drawn = apply_threefry(equation, operands)
-        if drawn is not None:
-            return [drawn]
+        result = apply_threefry(equation, operands)
+        if result is not None:
+            return [result]
         return bind_primitive(equation, operands, rank, real_keys=True)
     if name.startswith("random_"):
-        words = apply_random(equation, operands, draw)
-        if words is not None:
-            return [words]
+        result = apply_random(equation, operands, draw)
+        if result is not None:
+            return [result]
     # None where numpy and jax may round otherwise, as in exp.
     result = _compute_by_numpy(equation, operands, rank)
     if result is not None:
@@ -141,11 +146,12 @@ def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     name = equation.primitive.name
     result = equation.outvars[0].aval  # a token, of some primitives, has no dtype
     if name in _ELEMENTWISE:
-        function = _ELEMENTWISE[name]
-        return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
+        aligned = _align(operands, rank)
+        return np.asarray(_ELEMENTWISE[name](*aligned), known_dtype(result.dtype))
     # Integers are divided by jax, which rounds to zero where numpy rounds down.
     if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
-        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
+        x, y = _align(operands, rank)
+        return np.asarray(np.divide(x, y), known_dtype(result.dtype))
     if name == "clamp" and jnp.issubdtype(result.dtype, jnp.integer):
         low, x, high = _align(operands, rank)
         return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(result.dtype))
@@ -161,13 +167,15 @@ def _compute_over_dims(equation: Any, operands: Sequence[Known], rank: int) -> K
     params = equation.params
     result = equation.outvars[0].aval
     if name in _REDUCTIONS and not is_key(result):
-        dims = tuple(rank + dim for dim in params["axes"])
+        [x] = operands
         # numpy has no largest element of none, and jax has the smallest number of the dtype.
-        if not operands[0].size and name in ("reduce_max", "reduce_min"):
+        if not x.size and name in ("reduce_max", "reduce_min"):
             return None
-        return np.asarray(_REDUCTIONS[name](operands[0], axis=dims), known_dtype(result.dtype))
+        dims = tuple(rank + dim for dim in params["axes"])
+        return np.asarray(_REDUCTIONS[name](x, axis=dims), known_dtype(result.dtype))
     if name == "cumsum":
-        return _sum_along(operands[0], rank + params["axis"], params["reverse"], known_dtype(result.dtype))
+        [x] = operands
+        return _sum_along(x, rank + params["axis"], params["reverse"], known_dtype(result.dtype))
     return None
 
 
@@ -178,12 +186,14 @@ def _convert_elements(equation: Any, operands: Sequence[Known], rank: int) -> Kn
     # A cast to bfloat16 keeps float32: rounding is not modelled. One of float64 may round, and is left to jax; so is
     # one to keys.
     if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
+        [x] = operands
         # A float may be too large for an integer, where numpy wraps and jax does not.
-        is_rounded = operands[0].dtype.kind == "f" and jnp.issubdtype(result.dtype, jnp.integer)
+        is_rounded = x.dtype.kind == "f" and jnp.issubdtype(result.dtype, jnp.integer)
         if not is_rounded:
-            return operands[0].astype(known_dtype(result.dtype))
+            return x.astype(known_dtype(result.dtype))
     if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
-        return np.ascontiguousarray(operands[0]).view(result.dtype)
+        [x] = operands
+        return np.ascontiguousarray(x).view(result.dtype)
     return None
 
 
