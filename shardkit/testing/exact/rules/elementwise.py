@@ -140,23 +140,23 @@ def log(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def log_plus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log1p: log(1 + x). So log1p(x + y + x * y) is log((1 + x) * (1 + y)) = log1p(x) + log1p(y)."""
-    one = scope.constant(1, like=x)
-    argument = arithmetic.add(scope.field, x, one)
+    ones = scope.constant(1, like=x)
+    argument = arithmetic.add(scope.field, x, ones)
     return logarithms.log(scope.field, argument)
 
 
 def exp_minus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """expm1: exp(x) - 1."""
-    one = scope.constant(1, like=x)
+    ones = scope.constant(1, like=x)
     power_of_e = logarithms.exp(scope.field, x)
-    return arithmetic.subtract(scope.field, power_of_e, one)
+    return arithmetic.subtract(scope.field, power_of_e, ones)
 
 
 def one_minus_square(scope: Scope, equation: Any, x: Exact) -> Exact:
     """one_minus_square: 1 - x**2."""
-    one = scope.constant(1, like=x)
+    ones = scope.constant(1, like=x)
     squares = arithmetic.power(scope.field, x, 2)
-    return arithmetic.subtract(scope.field, one, squares)
+    return arithmetic.subtract(scope.field, ones, squares)
 
 
 def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -166,8 +166,8 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
         return apply_function(field, "logistic", x, sign=1)
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
-    one = scope.constant(1, like=x)
-    divisor = arithmetic.add(field, one, exp_of_minus_x)
+    ones = scope.constant(1, like=x)
+    divisor = arithmetic.add(field, ones, exp_of_minus_x)
     result = arithmetic.invert(field, divisor)
     # logistic(-1e30) is 0, as in floats: exp(1e30) would be a number of the field like any other.
     zeros = field.lift(np.zeros(x.shape, np.float32))

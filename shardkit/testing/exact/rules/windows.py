@@ -53,6 +53,21 @@ class WindowDim(NamedTuple):
     step: int = 1
 
 
+def _list_window_dims(
+    *,
+    sizes: Sequence[int],
+    windows: Sequence[int],
+    reads: Sequence[int],
+    strides: Sequence[int],
+    paddings: Sequence[tuple[int, int]],
+    spreads: Sequence[int],
+    steps: Sequence[int],
+) -> list[WindowDim]:
+    """The windows along each dim, from the parameters of an equation, which list a number for every dim."""
+    columns = zip(sizes, windows, reads, strides, paddings, spreads, steps, strict=True)
+    return [WindowDim(*column) for column in columns]
+
+
 def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     """int64 [windows, elements of a window]: places in the flat array; its size for padding and gaps."""
     places = np.zeros((1, 1), np.int64)
@@ -140,18 +155,27 @@ def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
     # The equation names the dims; from here on they are [N, C, *sizes], [F, C, *window] and [N, F, *windows].
     images = _transpose(to_number(field, x), rank, numbers.lhs_spec)
     kernel = _transpose(to_number(field, kernel), rank, numbers.rhs_spec)
-    result_shape = [equation.outvars[0].aval.shape[dim] for dim in numbers.out_spec]
-    places = _find_convolved_places(params, images.shape[rank + 2 :], result_shape[2:], kernel.shape[rank + 2 :])
-    groups = params["batch_group_count"] * params["feature_group_count"]
-    features = result_shape[1] // groups  # of one group
+    shape = equation.outvars[0].aval.shape
+    result_shape = [shape[dim] for dim in numbers.out_spec]
+    examples, all_features, *windows = result_shape
+    sizes = images.shape[rank + 2 :]
+    reads = kernel.shape[rank + 2 :]
+    places = _find_convolved_places(params, sizes, windows, reads)
+    example_groups = params["batch_group_count"]
+    feature_groups = params["feature_group_count"]
+    groups = example_groups * feature_groups
+    features = all_features // groups  # of one group
 
     # [groups, examples * windows, contracted] @ [groups, contracted, features of one group]
-    patches = _read_patches(scope, images, places, params["batch_group_count"], params["feature_group_count"])
+    patches = _read_patches(scope, images, places, example_groups, feature_groups)
     weights = _reshape(kernel, rank, (groups, features, patches.shape[-1]))
-    product = matmul(field, patches, _transpose(weights, rank, (0, 2, 1)))
-    # Back: [examples, groups, features of one group, windows] is [N, F, *windows].
-    product = _reshape(product, rank, (groups, result_shape[0], len(places), features))
-    product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
+    weights = _transpose(weights, rank, (0, 2, 1))
+    product = matmul(field, patches, weights)
+    # Back: [groups, N, windows, features of one group] becomes [N, groups, features of one group, windows], which is
+    # [N, F, *windows].
+    product = _reshape(product, rank, (groups, examples, len(places), features))
+    product = _transpose(product, rank, (1, 0, 3, 2))
+    product = _reshape(product, rank, result_shape)
     return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
 
 
@@ -166,7 +190,7 @@ def _read_patches(scope: Scope, images: Exact, places: np.ndarray, example_group
     examples = images.shape[rank] // example_groups
     channels = images.shape[rank + 1] // feature_groups
     groups = example_groups * feature_groups
-    # [*mesh, N, C, windows, elements of one]
+    # [*mesh, N, C, windows, elements of a window]
     elements = _read_windows(scope.field, _flatten(images, rank + 2), places, 0.0)
     elements = _reshape(elements, rank, (example_groups, examples, feature_groups, channels, windows, reads))
     # Groups first, then examples and windows, then what a product sums over: channels and elements.
@@ -178,18 +202,15 @@ def _find_convolved_places(
     params: Any, sizes: Sequence[int], windows: Sequence[int], reads: Sequence[int]
 ) -> np.ndarray:
     """The places of a convolution's windows in the dims that it runs over."""
-    dims = []
-    for number, size in enumerate(sizes):
-        dim = WindowDim(
-            size,
-            windows[number],
-            reads[number],
-            stride=params["window_strides"][number],
-            padding=params["padding"][number],
-            spread=params["lhs_dilation"][number],
-            step=params["rhs_dilation"][number],
-        )
-        dims.append(dim)
+    dims = _list_window_dims(
+        sizes=sizes,
+        windows=windows,
+        reads=reads,
+        strides=params["window_strides"],
+        paddings=params["padding"],
+        spreads=params["lhs_dilation"],
+        steps=params["rhs_dilation"],
+    )
     return find_places(dims)
 
 
@@ -200,22 +221,16 @@ def _find_pooled_places(equation: Any, array: Any, windows: Any) -> np.ndarray:
     """The places of the windows of a pooling, by the variables of the array and of a value for each window."""
     params = equation.params
     sizes = array.aval.shape
-    # select_and_scatter_add has no dilation.
-    ones = (1,) * len(sizes)
-    spreads = params.get("base_dilation", ones)
-    steps = params.get("window_dilation", ones)
-    dims = []
-    for number, size in enumerate(sizes):
-        dim = WindowDim(
-            size,
-            windows.aval.shape[number],
-            params["window_dimensions"][number],
-            stride=params["window_strides"][number],
-            padding=params["padding"][number],
-            spread=spreads[number],
-            step=steps[number],
-        )
-        dims.append(dim)
+    ones = (1,) * len(sizes)  # select_and_scatter_add has no dilation
+    dims = _list_window_dims(
+        sizes=sizes,
+        windows=windows.aval.shape,
+        reads=params["window_dimensions"],
+        strides=params["window_strides"],
+        paddings=params["padding"],
+        spreads=params.get("base_dilation", ones),
+        steps=params.get("window_dilation", ones),
+    )
     return find_places(dims)
 
 
@@ -224,19 +239,29 @@ def _shape_as_result(scope: Scope, equation: Any, x: Exact) -> Exact:
     return _reshape(x, scope.rank, equation.outvars[0].aval.shape)
 
 
+def _read_pooled(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
+    """The elements that a pooling reads, [*mesh, windows, elements of a window]."""
+    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
+    return _take_places(_list_elements(scope, x, _NEUTRAL[by]), places)
+
+
+def _list_elements(scope: Scope, x: Exact, filling: float) -> Exact:
+    """The elements of an array in a row, and one more that stands for padding: [*mesh, elements + 1]."""
+    return _append(scope.field, _flatten(x, scope.rank), filling)
+
+
 def add_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_window_sum."""
-    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    elements = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["add"])
-    return _shape_as_result(scope, equation, sum_dims(scope.field, elements, [scope.rank + 1]))
+    elements = _read_pooled(scope, equation, x, "add")
+    sums = sum_dims(scope.field, elements, [scope.rank + 1])
+    return _shape_as_result(scope, equation, sums)
 
 
 def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
     """The product of the elements of each window, factor by factor."""
-    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    # [*mesh, windows, elements of a window]: one element of all windows is a factor at a time.
-    elements = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
+    elements = _read_pooled(scope, equation, x, "mul")
     dim = scope.rank + 1
+    # One element of all windows is a factor at a time.
     product = elements.row(dim, 0)
     for i in range(1, elements.shape[dim]):
         product = multiply(scope.field, product, elements.row(dim, i))
@@ -262,8 +287,7 @@ def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
         chosen = keys.argmax(-1)
     else:
         chosen = keys.argmin(-1)
-    flat = _flatten(to_number(scope.field, x), scope.rank)
-    source = _append(scope.field, flat, filling)
+    source = _list_elements(scope, to_number(scope.field, x), filling)
     if scope.field.coverage is not None:
         elements = _take_places(source, places)
         scope.choose_extremes(equation, elements, keys, [keys.ndim - 1], largest)
@@ -355,9 +379,10 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
     extremes = np.concatenate([extremes, no_element], -1)
     # [*mesh, j, element]: whether the element is the extreme of the window in which it is the j-th.
     is_extreme = extremes[..., windows] == np.arange(size)
-    values = _append(scope.field, _flatten(scope.lift_one(source), scope.rank), 0.0)
+    values = _list_elements(scope, scope.lift_one(source), 0.0)
     terms = _take_on_devices(scope, values, np.where(is_extreme, windows, no_window))
-    return _shape_as_result(scope, equation, sum_dims(scope.field, terms, [scope.rank]))
+    sums = sum_dims(scope.field, terms, [scope.rank])
+    return _shape_as_result(scope, equation, sums)
 
 
 def _number_windows(places: np.ndarray, size: int, no_window: int) -> np.ndarray:
@@ -376,8 +401,9 @@ def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Oper
     """
     places = _find_pooled_places(equation, equation.invars[1], equation.outvars[0])
     extremes = _find_first_extremes(scope, equation, x, places)
-    source = _append(scope.field, _flatten(scope.lift_one(tangents), scope.rank), 0.0)
-    return _shape_as_result(scope, equation, _take_on_devices(scope, source, extremes))
+    source = _list_elements(scope, scope.lift_one(tangents), 0.0)
+    tangents_of_extremes = _take_on_devices(scope, source, extremes)
+    return _shape_as_result(scope, equation, tangents_of_extremes)
 
 
 def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.ndarray) -> np.ndarray:
@@ -404,8 +430,7 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
         best = np.where(stays, best, key)
     extremes = _choose_places(places, chosen)
     if isinstance(x, Exact) and scope.field.coverage is not None:
-        flat = _flatten(to_number(scope.field, x), scope.rank)
-        source = _append(scope.field, flat, filling)
+        source = _list_elements(scope, to_number(scope.field, x), filling)
         elements = _take_places(source, places)
         extreme_elements = _take_on_devices(scope, source, extremes[..., None])
         is_chosen = chosen[..., None] == np.arange(places.shape[1])
