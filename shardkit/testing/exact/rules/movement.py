@@ -39,7 +39,7 @@ def _reshape(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
         order = equation.params.get("dimensions")
         if order is not None:
             part = _permute(part, lead, order)
-    return part.reshape(*part.shape[:lead], *equation.outvars[0].aval.shape)
+    return part.reshape((*part.shape[:lead], *equation.outvars[0].aval.shape))
 
 
 def _transpose(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -58,7 +58,7 @@ def _broadcast(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
     sizes = [1] * len(shape)
     for dim, size in zip(equation.params["broadcast_dimensions"], part.shape[lead:], strict=True):
         sizes[dim] = size
-    part = part.reshape(*front, *sizes)
+    part = part.reshape((*front, *sizes))
     return np.broadcast_to(part, (*front, *shape))
 
 
