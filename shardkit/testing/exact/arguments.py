@@ -32,6 +32,7 @@ def make_input(field: Field, name: str, x: Any) -> Operand:
 
 
 def _make_input(field: Field, name: str, x: Any) -> Operand:
+    """What `make_input` returns, where nothing is remembered of another run."""
     if is_float(x):
         return draw_input(field, name, np.shape(x))
     return to_known(x)
@@ -50,11 +51,12 @@ def check_values(where: str, args: Any) -> None:
 def check_floats(where: str, shapes: Any) -> None:
     """Refuses inputs without a float, and complex ones."""
     leaves = jax.tree.leaves(shapes)
-    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
-        raise UnprovableError(
-            f"{where}: inputs must be real; got a complex one. Pass real and imaginary parts as two arrays, or compare "
-            "floats with assert_matches_reference."
-        )
+    for x in leaves:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise UnprovableError(
+                f"{where}: inputs must be real; got a complex one. Pass real and imaginary parts as two arrays, or "
+                "compare floats with assert_matches_reference."
+            )
     if not any(is_float(x) for x in leaves):
         dtypes = sorted({str(x.dtype) for x in leaves})
         raise UnprovableError(

@@ -49,9 +49,8 @@ def take_residues(field: Field, x: Operand) -> np.ndarray:
     except NestedLogarithmsError:
         # Logarithms are nested deeper on the way to a value than in any comparison or result. Such a value is known
         # again where it was computed alike.
-        number = replace(
-            lifted, number=field.residues.hash("nested", lifted.number, lifted.factor_or_ones), factor=None
-        )
+        hashes = field.residues.hash("nested", lifted.number, lifted.factor_or_ones)
+        number = replace(lifted, number=hashes, factor=None)
     return highest_residues(field, number)
 
 
@@ -84,20 +83,27 @@ def list_forms(field: Field, x: Operand, axes: Mapping[str, int]) -> Iterator[tu
     if residues.ndim <= rank:  # a literal of the program, which has no dims of devices
         yield residues, ""
         return
+    dims = residues.ndim - 1 - rank
     # For each axis what its devices may have: the same, the first's, terms of a sum, or pieces along a dim.
     choices: list[list[Any]] = []
     for number in range(rank):
         if residues.shape[1 + number] == 1:
             choices.append(["whole"])
         else:
-            choices.append(["first", "sum", *range(residues.ndim - 1 - rank)])
+            choices.append(["first", "sum", *range(dims)])
     for choice in itertools.islice(itertools.product(*choices), _MOST_FORMS):
         form = _put_all_together(field.residues.top_prime, residues, choice)
-        if form is None:
-            continue
-        # The last axis first, in words too.
-        summed = [name for name, part in reversed(list(zip(axes, choice, strict=True))) if part == "sum"]
-        yield form, f" summed over {quote(summed)}" if summed else ""
+        if form is not None:
+            yield form, _describe_sum(axes, choice)
+
+
+def _describe_sum(axes: Mapping[str, int], choice: Sequence[Any]) -> str:
+    """Over which axes a form is a sum, in words: the last axis first; "" if it is none."""
+    summed_axes = [name for name, part in zip(axes, choice, strict=True) if part == "sum"]
+    if not summed_axes:
+        return ""
+    summed_axes.reverse()
+    return f" summed over {quote(summed_axes)}"
 
 
 def _put_all_together(prime: np.uint64, residues: np.ndarray, choice: Sequence[Any]) -> np.ndarray | None:
@@ -122,7 +128,9 @@ def _put_together(prime: np.uint64, form: np.ndarray, number: int, choice: Any, 
         return form.sum(lead, np.uint64, keepdims=True) % prime
     if choice == "first":
         first = np.take(form, [0], lead)
-        return first if (form == first).all() else None
+        if (form == first).all():
+            return first
+        return None
     # The dim of the axis moves in front of the dim that is split, and both become one.
     dim = 1 + rank + choice
     form = np.moveaxis(form, lead, dim - 1)
@@ -143,8 +151,10 @@ def list_blocks(residues: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.nda
     if math.prod(counts) > _MOST_BLOCKS:
         return
     for index in np.ndindex(*counts):
-        slices = [slice(i * part, (i + 1) * part) for i, part in zip(index, shape, strict=True)]
-        yield residues[(slice(None), *slices)]
+        block = [slice(None)]  # of all points
+        for i, part in zip(index, shape, strict=True):
+            block.append(slice(i * part, (i + 1) * part))
+        yield residues[tuple(block)]
 
 
 def multiply_residues(field: Field, residues: np.ndarray, ratio: Fraction) -> np.ndarray:

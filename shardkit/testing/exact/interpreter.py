@@ -55,12 +55,14 @@ _UNCHANGED = {
     "reshard",
     "mesh_cast",
 }
-_CALLING = (compat.HIGH_LEVEL, compat.SOLVE)
 _PRINTS = ("debug_callback", "debug_print")
 # The rounds of a loop that a float ends.
 _MOST_ROUNDS = 1000
 # Equations that hold others. Of these `seen` is told the values that go into them and come out of them, one by one.
 CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
+# A search changes single equations, also within a call or loop: these are recalled one by one. Memory that nothing was
+# written to is never recalled, because it is other memory in each round of a loop.
+_NEVER_RECALLED = {*CONTROL_FLOW, *compat.CALLS, compat.HIGH_LEVEL, compat.SOLVE, UNDEFINED}
 
 
 class HangsError(Exception):
@@ -127,18 +129,15 @@ class Interpreter(JaxprInterpreter[Operand]):
     def step(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """The results of an equation."""
         name = equation.primitive.name
-        # A search changes single equations, also within a call or loop: these are recalled one by one. Memory that
-        # nothing was written to is never recalled, because it is other memory in each round of a loop.
-        is_walked = name in CONTROL_FLOW or name in compat.CALLS or name in _CALLING
-        if self.field.memory is None or is_walked or name == UNDEFINED:
+        if self.field.memory is None or name in _NEVER_RECALLED:
             results = self._compute(equation, operands)
         else:
             place = self.around, self.rank
             results = self._recall(equation, place, operands, partial(self._compute, equation, operands))
         if name in CONTROL_FLOW:
             return results
-        changed = self._tell(equation, operands, results)
-        return changed or results
+        changed_results = self._tell(equation, operands, results)
+        return changed_results or results
 
     def _compute(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
         """The results of an equation, of which those that follow from floats are marked."""
@@ -161,7 +160,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         return self.seen(equation, operands, results, self.axes, self.around)
 
     def equation(self, equation: Any, operands: list[Operand]) -> Sequence[Operand]:
-        """The results of a primitive: its operands, those of a collective, those of a call, or those of a rule."""
+        """The results of a primitive: its operands, or what a collective, a call or a rule makes of them."""
         name = equation.primitive.name
         # The table of primitives has the kind of each collective, and the casts of varying types.
         row = registered(name)
@@ -196,28 +195,27 @@ class Interpreter(JaxprInterpreter[Operand]):
 
     def call(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """The results of a function that an equation calls."""
-        return self._within(equation).run(body, operands)
-
-    def _within(self, equation: Any) -> Interpreter:
-        """The interpreter of a call's equations, which names the line of the call for equations without a line."""
-        return replace(self, around=source_line(equation, self.around))
+        # Equations without a line of their own are named by the line of the call.
+        inside = replace(self, around=source_line(equation, self.around))
+        return inside.run(body, operands)
 
     # Devices
 
     def shard_map(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """A shard_map: arrays are cut into the pieces of all devices, and the results are joined to arrays again."""
-        sizes = {name: equation.params["mesh"].shape[name] for name in compat.manual_axes(equation)}
+        params = equation.params
+        sizes = {name: params["mesh"].shape[name] for name in compat.manual_axes(equation)}
         # The dims of this shard_map's axes come after the dims of axes that are bound around it.
         inside = Interpreter(self.field, {**self.axes, **sizes}, self.seen)
         pieces = []
-        for number, (x, spec) in enumerate(zip(operands, equation.params["in_specs"], strict=True)):
+        for number, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
             cut = partial(cut_array, self.field, self.rank, x, spec, sizes)
             pieces.append(self._recall(equation, ("piece", number), [x], cut))
         for x, piece in zip(operands, pieces, strict=True):
             inside._tell(equation, [x], [piece])
         results = inside.run(body, pieces)
         arrays = []
-        for x, spec in zip(results, equation.params["out_specs"], strict=True):
+        for x, spec in zip(results, params["out_specs"], strict=True):
             arrays.append(join_pieces(self.field, self.rank, x, spec, sizes))
         for x, array in zip(results, arrays, strict=True):
             self._tell(equation, [x], [array])
@@ -242,9 +240,11 @@ class Interpreter(JaxprInterpreter[Operand]):
             rounds = rounds[::-1]
         outputs: dict[int, list[Operand]] = {}
         for i in rounds:
-            rows = [self._recall(equation, ("row", i), [x], partial(self._take_row, x, i)) for x in scanned]
-            for x, row in zip(scanned, rows, strict=True):
+            rows = []
+            for x in scanned:
+                row = self._recall(equation, ("row", i), [x], partial(self._take_row, x, i))
                 self._tell(equation, [x], [row])
+                rows.append(row)
             results = self.run(body, [*consts, *carry, *rows])
             carry = results[: len(carry)]
             outputs[i] = results[len(carry) :]
@@ -274,9 +274,11 @@ class Interpreter(JaxprInterpreter[Operand]):
         """Notes that an array of known floats consists of constants that the rounds of a scan computed."""
         if isinstance(stack, Exact) or not any(x in self.field.computed for x in rows):
             return
-        self.field.computed.note(
-            stack, rows, lambda: join_exact([self.field.lift(x) for x in rows], self.rank, new=True)
-        )
+
+        def stack_exact() -> Exact:
+            return join_exact([self.field.lift(x) for x in rows], self.rank, new=True)
+
+        self.field.computed.note(stack, rows, stack_exact)
 
     def _take_row(self, x: Operand, i: int) -> Operand:
         """Row i of an operand, which round i of a scan reads."""
@@ -295,15 +297,15 @@ class Interpreter(JaxprInterpreter[Operand]):
         while True:
             [goes_on] = self.run(test, [*consts_of_test, *carry])
             rounds += 1
-            # In an order, which perhaps no input has, the loop may never end.
+            # In an order, which perhaps no input has, the loop may never end: it is refused at once.
             may_not_end = self.field.settings.order is not None or rounds > _MOST_ROUNDS
             if may_not_end and self.field.marks.follows_floats(goes_on):
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not goes_on.any():
                 return carry
-            self._refuse_waiting(equation, goes_on, [body])
+            # A device that has ended neither runs the body nor asks whether to go on again.
+            self._refuse_waiting(equation, goes_on, [test, body])
             after = self.run(body, [*consts_of_body, *carry])
-            # Devices end after different numbers of rounds: those that have ended keep their values.
             if not goes_on.all():
                 after = self._choose_on_devices(equation, goes_on, after, carry)
             carry = after
@@ -315,14 +317,14 @@ class Interpreter(JaxprInterpreter[Operand]):
         # jax clamps the index of a branch.
         which = np.clip(which, 0, len(branches) - 1)
         # Only branches that some device takes are run. A proof draws again for the others.
-        taken = sorted(set(which.reshape(-1).tolist()))
-        if len(taken) > 1:
+        first, *further = sorted(set(which.reshape(-1).tolist()))
+        if further:
             self._refuse_waiting(equation, which, branches)
-        results = self.run(branches[taken[0]], inputs)
+        results = self.run(branches[first], inputs)
         # The results of the first branch are replaced on the devices that take another one, branch by branch.
-        for number in taken[1:]:
-            others = self.run(branches[number], inputs)
-            results = self._choose_on_devices(equation, which == number, others, results)
+        for number in further:
+            results_of_branch = self.run(branches[number], inputs)
+            results = self._choose_on_devices(equation, which == number, results_of_branch, results)
         return results
 
     def _refuse_waiting(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
@@ -333,10 +335,11 @@ class Interpreter(JaxprInterpreter[Operand]):
         """
         if (which == which.flat[0]).all():
             return
+        names = list(self.axes)
         for body in bodies:
             for primitive, axis in self._list_waits(body):
                 # Devices along an axis of the collective must all take the branch with it, or none.
-                first = np.take(which, [0], list(self.axes).index(axis))
+                first = np.take(which, [0], names.index(axis))
                 if (which != first).any():
                     raise HangsError(primitive, axis, source_line(equation, self.around))
 
@@ -346,15 +349,18 @@ class Interpreter(JaxprInterpreter[Operand]):
             row = registered(site.name)
             if row.kind is None or row.cast or row.same:
                 continue
-            for axis in set(mesh_axes(site.equation)) & set(self.axes):
-                yield site.name, axis
+            for axis in mesh_axes(site.equation):
+                if axis in self.axes:
+                    yield site.name, axis
 
     def _choose_on_devices(
         self, equation: Any, mask: np.ndarray, xs: Sequence[Operand], ys: Sequence[Operand]
     ) -> list[Operand]:
         """The values xs on the devices where the mask holds, and ys on the others."""
         devices = Devices(self.field, self.axes)
-        chosen = [devices.choose(mask, x, y) for x, y in zip(xs, ys, strict=True)]
-        for x, y, either in zip(xs, ys, chosen, strict=True):
-            self._tell(equation, [x, y], [either])
-        return chosen
+        results = []
+        for x, y in zip(xs, ys, strict=True):
+            result = devices.choose(mask, x, y)
+            self._tell(equation, [x, y], [result])
+            results.append(result)
+        return results

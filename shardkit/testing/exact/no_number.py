@@ -15,30 +15,35 @@ from shardkit.testing.exact.search import Runs
 
 def describe_no_number(got: Exact, wanted: Exact) -> str:
     """In how many elements a result is NaN where the other side has a number; "" if the sides do not differ so."""
-    ours = _is_nan_alone(got, wanted)
-    theirs = _is_nan_alone(wanted, got)
-    count = int((ours | theirs).sum())
+    is_nan_in_result = _is_nan_alone(got, wanted)
+    is_nan_in_reference = _is_nan_alone(wanted, got)
+    count = int((is_nan_in_result | is_nan_in_reference).sum())
     if not count:
         return ""
-    side, other = "the reference", "it"
-    if ours.any():
-        side, other = "it", "the reference"
-    return f": in {count} of {ours.size} elements {side} is NaN, where {other} is a number"
+    if is_nan_in_result.any():
+        sides = "it is NaN, where the reference is a number"
+    else:
+        sides = "the reference is NaN, where it is a number"
+    return f": in {count} of {is_nan_in_result.size} elements {sides}"
 
 
 def find_first_no_number(runs: Runs, got: Exact, wanted: Exact) -> str:
     """The first equation that gives NaN and reads none, on the side that has NaN alone; "" if there is none."""
-    makers: list[str] = []
+    equations: list[str] = []
 
     def note(equation: Any, operands: Sequence[Operand], results: Sequence[Operand], axes: object, around: str) -> None:
-        if any(_has_nan(x) for x in operands):
-            return
-        if any(_has_nan(x) for x in results):
-            makers.append(f"{equation.primitive.name} at {source_line(equation, around)}")
+        reads_nan = any(_has_nan(x) for x in operands)
+        gives_nan = any(_has_nan(x) for x in results)
+        if gives_nan and not reads_nan:
+            equations.append(f"{equation.primitive.name} at {source_line(equation, around)}")
 
-    side = runs.on_mesh if _is_nan_alone(got, wanted).any() else runs.alone
-    side(runs.field, note)
-    return makers[0] if makers else ""
+    if _is_nan_alone(got, wanted).any():
+        runs.on_mesh(runs.field, note)
+    else:
+        runs.alone(runs.field, note)
+    if not equations:
+        return ""
+    return equations[0]
 
 
 def _is_nan_alone(x: Exact, y: Exact) -> np.ndarray:
@@ -47,6 +52,7 @@ def _is_nan_alone(x: Exact, y: Exact) -> np.ndarray:
 
 
 def _has_nan(x: Operand) -> bool:
+    """Whether an array of numbers or floats has NaN."""
     if isinstance(x, Exact):
         return bool((x.poison == NOT_A_NUMBER).any())
     return x.dtype.kind == "f" and bool(np.isnan(x).any())

@@ -9,6 +9,7 @@ Worked example: x [8, 3] under P("data") on data=2, model=2, into a shard_map an
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,9 @@ def cut_array(field: Field, rank: int, x: Operand, spec: PartitionSpec, sizes: d
         part = split_shards(part, _shift_spec(spec, lead), sizes)
         # The dims of the axes that split it come first; they belong after the dims that were there before.
         count = len(split_axes)
-        part = np.moveaxis(part, range(count), range(lead, lead + count))
-        return part.reshape(*part.shape[:lead], *front, *part.shape[lead + count :])
+        end = lead + count
+        part = np.moveaxis(part, range(count), range(lead, end))
+        return part.reshape(*part.shape[:lead], *front, *part.shape[end:])
 
     piece = move_operand(x, rank, move)
     move_constant(field, x, piece, lambda exact: move_operand(exact, rank, move))
@@ -70,9 +72,10 @@ def join_pieces(field: Field, rank: int, x: Operand, spec: PartitionSpec, sizes:
             # Here a missing psum is found: a result that P() calls replicated and that differs.
             x = take_first(field, x, rank + number, f"a result that is replicated along {name!r}")
     front = _list_front_sizes(sizes, split_axes)
+    count = len(sizes)
 
     def move(part: Any, lead: int) -> Any:
-        count = len(sizes)
+        # join_shards reads the dims of the devices first.
         part = np.moveaxis(part, range(lead, lead + count), range(count))
         part = np.broadcast_to(part, (*front, *part.shape[count:]))
         return join_shards(part, _shift_spec(spec, lead), sizes)
@@ -113,10 +116,16 @@ def _list_front_sizes(sizes: dict[str, int], split_axes: Collection[str]) -> lis
     """The sizes of the dims in front: that of each axis which splits the array, and 1 for the others."""
     front = []
     for name, size in sizes.items():
-        front.append(size if name in split_axes else 1)
+        if name in split_axes:
+            front.append(size)
+        else:
+            front.append(1)
     return front
 
 
+# Cached, because each part of each array that crosses a shard_map asks for it.
+@lru_cache(maxsize=2**10)
 def _shift_spec(spec: PartitionSpec, lead: int) -> PartitionSpec:
     """The same spec after `lead` dims that nothing splits."""
-    return PartitionSpec(*[None] * lead, *spec)
+    unsplit = [None] * lead
+    return PartitionSpec(*unsplit, *spec)

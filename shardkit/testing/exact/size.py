@@ -34,21 +34,23 @@ def check_size(where: str, programs: Sequence[Any], points: int, draws: int, lon
     largest: Any = None
     largest_size = -1
     for site in _list_sites(programs):
-        size = max((math.prod(shape) for shape in _list_shapes(site.equation)), default=0)
+        sizes = [math.prod(shape) for shape in _list_shapes(site.equation)]
+        size = max(sizes, default=0)
         if size > largest_size:
             largest_size = size
             largest = site
         if site.name in ORDERED and is_float(site.equation.invars[0].aval):
             runs = draws
         seconds += _estimate_seconds(site, size, points)
-    if seconds * runs > longest:
-        shape = max(_list_shapes(largest.equation), key=math.prod)
-        raise UnprovableError(
-            f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
-            f"take about {seconds * runs / 60:,.0f} minutes, the largest array is {list(shape)} at {largest.source}. "
-            "Shrink batch, sequence, widths and layers to a few elements per device, as testing.small does."
-        )
-    return seconds
+    if seconds * runs <= longest:
+        return seconds
+    minutes = seconds * runs / 60
+    shape = max(_list_shapes(largest.equation), key=math.prod)
+    raise UnprovableError(
+        f"{where}: shapes must be small, because a proof holds for all values and not for more shapes; these would "
+        f"take about {minutes:,.0f} minutes, the largest array is {list(shape)} at {largest.source}. "
+        "Shrink batch, sequence, widths and layers to a few elements per device, as testing.small does."
+    )
 
 
 def _list_sites(programs: Sequence[Any]) -> Iterator[Site]:
@@ -70,7 +72,8 @@ def _estimate_seconds(site: Site, size: int, points: int) -> float:
 
 def _list_shapes(equation: Any) -> list[tuple[int, ...]]:
     """The shapes of the results of an equation."""
-    return [v.aval.shape for v in equation.outvars if hasattr(v.aval, "shape")]
+    avals = [variable.aval for variable in equation.outvars]
+    return [aval.shape for aval in avals if hasattr(aval, "shape")]  # a token has none
 
 
 def _count_products(equation: Any) -> int:

@@ -304,7 +304,16 @@ def test_a_collective_that_not_all_devices_come_to():
         rounds = lax.axis_index("data") + 1
         return lax.fori_loop(0, rounds, lambda _, y: y + 0 * lax.psum(y, "data"), x)
 
-    for kernel, name in ((alone, "psum"), (loop, "psum")):
+    # Device 0 asks twice whether to go on, and device 1 three times.
+    def question(x):
+        rounds = lax.axis_index("data") + 1
+
+        def goes_on(carry):
+            return (carry[0] < rounds) & (lax.psum(carry[0], "data") >= 0)
+
+        return lax.while_loop(goes_on, lambda carry: (carry[0] + 1, 1 * carry[1]), (0 * rounds, x))[1]
+
+    for kernel, name in ((alone, "psum"), (loop, "psum"), (question, "psum")):
         message = refused(lambda kernel=kernel: proved(kernel, lambda x: x, check_vma=False), AssertionError)
         assert "the branch at test_equality.py:" in message
         assert message.endswith(f"must be the same along 'data': its {name} waits for all devices")

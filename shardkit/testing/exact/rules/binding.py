@@ -7,8 +7,7 @@ binds the primitive to the [5] of each device, and the result [6, 5] becomes [2,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +44,7 @@ def bind_primitive(
     equation: Any,
     operands: Sequence[Known],
     rank: int,
-    changed: dict[str, Any] | None = None,
+    changed: Mapping[str, Any] | None = None,
     as_typed: bool = True,
     real_keys: bool = False,
 ) -> list[Known]:
@@ -63,41 +62,103 @@ def bind_primitive(
     has_keys = any(is_key(v.aval) for v in (*equation.invars, *equation.outvars))
     if as_typed and has_keys and not real_keys:
         raise UnsupportedError(equation.primitive.name)
-    if real_keys:
-        operands = [_unpack_words(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
     changed = changed or {}
+    binding = _Binding(equation, changed, as_typed, real_keys)
+    if real_keys:
+        operands = binding.unpack_keys(operands)
     if sum(x.nbytes for x in operands) > _MOST_BYTES:
-        return _bind_on_devices(equation, operands, rank, changed, as_typed, real_keys)
+        return binding.bind(operands, rank)
     # Each run of a program computes the same masks and places, and jax takes a millisecond for one.
     contents = tuple((x.tobytes(), x.dtype, x.shape) for x in operands)
     key = id(equation), rank, as_typed, real_keys, tuple(changed.items()), contents
     if key not in _recalled:
         if len(_recalled) >= _MOST_RECALLED:
             _recalled.clear()
-        results = _bind_on_devices(equation, operands, rank, changed, as_typed, real_keys)
+        results = binding.bind(operands, rank)
         _recalled[key] = _Recalled(equation, results)
     # Copies, because arrays are told apart by their identity.
     return [x.copy() for x in _recalled[key].results]
 
 
-def _bind_on_devices(
-    equation: Any, operands: Sequence[Known], rank: int, changed: dict[str, Any], as_typed: bool, real_keys: bool
-) -> list[Known]:
-    """What `bind_primitive` returns, computed."""
-    params = _drop_mesh({**equation.params, **changed})
-    bind_on_one_device = partial(_bind_on_one_device, equation, params, as_typed, real_keys)
-    lead: tuple[int, ...] = (1,) * rank
-    if operands:
-        lead = np.broadcast_shapes(*(x.shape[:rank] for x in operands))
-    if math.prod(lead) == 1:
-        # All devices have the same operands: the results are computed once.
-        arrays = [x.reshape(x.shape[rank:]) for x in operands]
-        results = _pack_results(equation, real_keys, bind_on_one_device(*arrays))
-        return [x.reshape(lead + x.shape) for x in results]
-    arrays, mapped_dims = _merge_devices(operands, lead)
-    bind_on_all_devices = jax.vmap(bind_on_one_device, in_axes=tuple(mapped_dims))
-    results = _pack_results(equation, real_keys, bind_on_all_devices(*arrays))
-    return [x.reshape(lead + x.shape[1:]) for x in results]
+class _Binding(NamedTuple):
+    """A primitive as jax is to compute it. Its attributes are arguments of `bind_primitive`."""
+
+    equation: Any
+    changed: Mapping[str, Any]
+    as_typed: bool
+    real_keys: bool
+
+    def bind(self, operands: Sequence[Known], rank: int) -> list[Known]:
+        """The results on every device."""
+        lead: tuple[int, ...] = (1,) * rank
+        for x in operands:
+            lead = np.broadcast_shapes(lead, x.shape[:rank])
+        if math.prod(lead) == 1:
+            # All devices have the same operands: the results are computed once.
+            arrays = [x.reshape(x.shape[rank:]) for x in operands]
+            results = self._pack_results(self._bind_on_one_device(arrays))
+            return [x.reshape(lead + x.shape) for x in results]
+        arrays, mapped_dims = _merge_devices(operands, lead)
+        bind_on_all_devices = jax.vmap(self._bind_on_one_device, in_axes=(mapped_dims,))
+        results = self._pack_results(bind_on_all_devices(arrays))
+        return [x.reshape(lead + x.shape[1:]) for x in results]
+
+    def _bind_on_one_device(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results for the operands of one device; keys as their data."""
+        primitive = self.equation.primitive
+        operands = []
+        for variable, x in zip(self.equation.invars, arrays, strict=True):
+            operands.append(self._type_operand(variable.aval, x))
+        results = primitive.bind(*operands, **primitive.get_bind_params(self._list_params()))
+        if not primitive.multiple_results:
+            results = [results]
+        return [_take_key_data(x) for x in results]
+
+    def _type_operand(self, aval: Any, x: Any) -> Any:
+        """An operand as an array of jax, of the dtype that the primitive takes."""
+        if self.real_keys and is_key(aval):
+            return jax.random.wrap_key_data(x, impl=compat.key_impl(aval.dtype))
+        # The bits of a number are those of the dtype that the program has.
+        if self.equation.primitive.name == "bitcast_convert_type":
+            return jnp.asarray(x, aval.dtype)
+        if self.as_typed:
+            return jnp.asarray(x, known_dtype(aval.dtype))
+        return jnp.asarray(x)
+
+    def _list_params(self) -> dict[str, Any]:
+        """The parameters without shardings: the devices of the mesh are dims in front here."""
+        params = {**self.equation.params, **self.changed}
+        for name, value in params.items():
+            if isinstance(value, NamedSharding):
+                params[name] = None
+        return params
+
+    def unpack_keys(self, operands: Sequence[Known]) -> list[Known]:
+        """Operands, of which keys are their data of two numbers of 32 bits."""
+        unpacked = []
+        for x, variable in zip(operands, self.equation.invars, strict=True):
+            if is_key(variable.aval):
+                x = split_words(x)
+            unpacked.append(x)
+        return unpacked
+
+    def _pack_results(self, results: Sequence[Any]) -> list[Known]:
+        """Results of jax as known arrays: jax's own keys as words, floats of less than 32 bits widened."""
+        packed = []
+        for result, variable in zip(results, self.equation.outvars, strict=True):
+            x = np.asarray(result)
+            if self.real_keys and is_key(variable.aval):
+                packed.append(make_words(x))
+            else:
+                packed.append(widen(x))
+        return packed
+
+
+def _take_key_data(x: Any) -> Any:
+    """The data of a key; any other array as it is."""
+    if is_key(x):
+        return jax.random.key_data(x)
+    return x
 
 
 def _merge_devices(operands: Sequence[Known], lead: tuple[int, ...]) -> tuple[list[Known], list[int | None]]:
@@ -112,55 +173,10 @@ def _merge_devices(operands: Sequence[Known], lead: tuple[int, ...]) -> tuple[li
     for x in operands:
         shape = x.shape[rank:]
         if math.prod(x.shape[:rank]) > 1:
-            arrays.append(np.broadcast_to(x, lead + shape).reshape(-1, *shape))
+            rows = np.broadcast_to(x, lead + shape)
+            arrays.append(rows.reshape(-1, *shape))
             mapped_dims.append(0)
         else:
             arrays.append(x.reshape(shape))
             mapped_dims.append(None)
     return arrays, mapped_dims
-
-
-def _bind_on_one_device(
-    equation: Any, params: dict[str, Any], as_typed: bool, real_keys: bool, *arrays: Any
-) -> list[Any]:
-    """The results of a primitive for the operands of one device; keys as their data."""
-    primitive = equation.primitive
-    operands = []
-    for variable, x in zip(equation.invars, arrays, strict=True):
-        if real_keys and is_key(variable.aval):
-            operands.append(jax.random.wrap_key_data(x, impl=compat.key_impl(variable.aval.dtype)))
-            continue
-        dtype = known_dtype(variable.aval.dtype) if as_typed else x.dtype
-        if primitive.name == "bitcast_convert_type":  # the bits are those of the dtype that the program has
-            dtype = variable.aval.dtype
-        operands.append(jnp.asarray(x, dtype))
-    results = primitive.bind(*operands, **primitive.get_bind_params(params))
-    if not primitive.multiple_results:
-        results = [results]
-    return [jax.random.key_data(x) if is_key(x) else x for x in results]
-
-
-def _pack_results(equation: Any, real_keys: bool, results: Sequence[Any]) -> list[Known]:
-    """Results of jax as known arrays: jax's own keys as words, floats of less than 32 bits widened."""
-    packed = []
-    for x, variable in zip(results, equation.outvars, strict=True):
-        if real_keys and is_key(variable.aval):
-            packed.append(make_words(np.asarray(x)))
-        else:
-            packed.append(widen(np.asarray(x)))
-    return packed
-
-
-def _unpack_words(x: Known, aval: Any) -> Known:
-    """Keys as their data of two numbers of 32 bits; anything else as it is."""
-    if not is_key(aval):
-        return x
-    return split_words(x)
-
-
-def _drop_mesh(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters without shardings: the devices of the mesh are dims in front here."""
-    kept = {}
-    for name, value in params.items():
-        kept[name] = None if isinstance(value, NamedSharding) else value
-    return kept

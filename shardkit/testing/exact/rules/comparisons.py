@@ -61,26 +61,28 @@ def put_nan_last(keys: np.ndarray) -> np.ndarray:
 
 def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     """eq and ne: numbers are equal where they are so in the field, and have a place in the order."""
+    field = scope.field
     x, y = scope.lift(x, y)
     # Before the keys, because `find_keys` turns a logarithm into a number: here logarithms are compared by their
     # arguments.
-    has_equal_numbers = find_equal(scope.field, x, y)
+    has_equal_numbers = find_equal(field, x, y)
     # NaN has no place in the order: it is not equal to itself, though its residues are.
-    has_equal_keys = find_keys(scope.field, x) == find_keys(scope.field, y)
-    equal = has_equal_numbers & has_equal_keys
-    if scope.field.coverage is not None:
+    has_equal_keys = find_keys(field, x) == find_keys(field, y)
+    truth = has_equal_numbers & has_equal_keys
+    if field.coverage is not None:
+        line = scope.line(equation)
         coincides = has_equal_keys & ~has_equal_numbers
-        scope.field.coverage.note_coincidence(scope.field, equation, scope.line(equation), coincides)
+        field.coverage.note_coincidence(field, equation, line, coincides)
         # `isnan(x)` is `x != x`: it asks whether x is inside the domain of a function.
-        if scope.field.notes.domains and equation.invars[0] is equation.invars[1]:
-            is_inside = np.broadcast_to(x.poison != OUTSIDE, np.shape(equal))
-            scope.field.coverage.note_domain(scope.field, equation, scope.line(equation), is_inside)
+        if field.notes.domains and equation.invars[0] is equation.invars[1]:
+            is_inside = np.broadcast_to(x.poison != OUTSIDE, np.shape(truth))
+            field.coverage.note_domain(field, equation, line, is_inside)
     if equation.primitive.name == "ne":
-        return scope.decide(equation, ~equal, x, y)
-    return scope.decide(equation, equal, x, y)
+        truth = ~truth
+    return scope.decide(equation, truth, x, y)
 
 
-def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
+def take_extreme(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """max and min; NaN if one of both is.
 
     Worked example: `max(x, 0)` where x was drawn as -0.7. The keys are -0.7 and 0, so the result is 0, which is noted
@@ -88,8 +90,9 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """
     x, y = scope.lift(x, y)
     x_keys, y_keys = find_keys_of_two(scope.field, x, y)
+    largest = equation.primitive.name == "max"
     # max(x, y) is not negative where one of both is not, and min(x, y) not positive where one of both is not.
-    if equation.primitive.name == "max":
+    if largest:
         takes_x = x_keys >= y_keys
         sign = np.maximum(x.sign, y.sign)
         is_known = sign > 0
@@ -97,10 +100,13 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         takes_x = x_keys <= y_keys
         sign = np.minimum(x.sign, y.sign)
         is_known = sign < 0
-    same = x_keys == y_keys
-    if same.any():
-        close = same & ~find_equal(scope.field, x, y)
-        takes_x = np.where(close, _takes_first_of_close(scope.field, equation.primitive.name, x, y), takes_x)
+    has_equal_keys = x_keys == y_keys
+    if has_equal_keys.any():
+        is_close = has_equal_keys & ~find_equal(scope.field, x, y)
+        takes_x_of_close = _is_larger_of_close(scope.field, x, y)
+        if not largest:
+            takes_x_of_close = ~takes_x_of_close
+        takes_x = np.where(is_close, takes_x_of_close, takes_x)
     # Where x is NaN no comparison holds: x is taken, so that NaN spreads.
     mask = scope.decide(equation, takes_x, x, y) | np.isnan(x_keys)
     chosen = where(mask, x, y)
@@ -110,35 +116,36 @@ def take_larger(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     return replace(chosen, facts=facts)
 
 
-def _takes_first_of_close(field: Field, name: str, x: Exact, y: Exact) -> np.ndarray:
-    """bool [...]: whether max or min takes x, where float64 does not tell apart which one is the larger.
+def _is_larger_of_close(field: Field, x: Exact, y: Exact) -> np.ndarray:
+    """bool [...]: whether x counts as larger than y, where float64 does not tell them apart.
 
     In `max(1, g**2 / (g**2 + 1e-30))` either may be taken, but it must be the same in `max(g**2 / (g**2 + 1e-30), 1)`,
     as compilers write it, and the other one in `min`. So the larger one is the one with the smaller residue.
     """
     x_residues = highest_residues(field, to_number(field, x))[0]
     y_residues = highest_residues(field, to_number(field, y))[0]
-    is_larger = x_residues < y_residues
-    return is_larger if name == "max" else ~is_larger
+    return x_residues < y_residues
 
 
 def absolute(scope: Scope, equation: Any, x: Exact) -> Exact:
     """abs, by the order."""
     x = to_number(scope.field, x)
-    keys = find_keys(scope.field, x)
-    is_positive = scope.decide(equation, keys >= 0, x, scope.constant(0, like=x))
+    zero = scope.constant(0, like=x)
+    is_positive = scope.decide(equation, find_keys(scope.field, x) >= 0, x, zero)
     result = where(is_positive, x, negate(scope.field, x))
     return result.with_sign(1)  # whichever it is, for all inputs
 
 
 def find_sign(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sign, by the order, in which every number has a place."""
-    # 1, 0 or -1: a constant of this draw, which depends on x as the outcome of a comparison does.
     keys = find_keys(scope.field, x)
-    is_positive = scope.decide(equation, keys > 0, x, scope.constant(0, like=x))
+    zero = scope.constant(0, like=x)
+    is_positive = scope.decide(equation, keys > 0, x, zero)
+    # 1, 0 or -1: a constant of this draw, which depends on x as the outcome of a comparison does.
     signs = np.where(is_positive, 1, -1)
-    has_none = (keys == 0) | np.isnan(keys)
-    return scope.field.lift(np.where(has_none, keys, signs).astype(np.float32))
+    has_none = (keys == 0) | np.isnan(keys)  # the sign of 0 is 0, and that of NaN is NaN
+    signs = np.where(has_none, keys, signs)
+    return scope.field.lift(signs.astype(np.float32))
 
 
 def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) -> Exact:
@@ -146,17 +153,18 @@ def clamp(scope: Scope, equation: Any, low: Operand, x: Operand, high: Operand) 
     field = scope.field
     low, x, high = scope.lift(low, x, high)
     # As min(max(x, low), high): where low is above high it is high. NaN spreads from each of the three.
+    # Each edge is a comparison: a wrong lower edge shows where x is below it.
     keys, low_keys = find_keys_of_two(field, x, low)
     below = scope.decide(equation, keys < low_keys, x, low, " from below")
     raised = where(below | np.isnan(low_keys), low, x)
     keys, high_keys = find_keys_of_two(field, raised, high)
-    # Each edge is a comparison: a wrong lower edge shows where x is below it.
     above = scope.decide(equation, keys > high_keys, raised, high, " from above")
-    if field.coverage is not None:
-        between = ~below & ~above & ~np.isnan(keys)
-        field.coverage.note_joined(field, equation, scope.line(equation), between, " between")
     is_nan = np.isnan(keys)
-    return where((above | np.isnan(high_keys)) & ~is_nan, high, raised)
+    if field.coverage is not None:
+        between = ~below & ~above & ~is_nan
+        field.coverage.note_joined(field, equation, scope.line(equation), between, " between")
+    takes_high = (above | np.isnan(high_keys)) & ~is_nan
+    return where(takes_high, high, raised)
 
 
 def select(scope: Scope, equation: Any, which: Operand, no: Operand, yes: Operand) -> Exact:
@@ -164,6 +172,6 @@ def select(scope: Scope, equation: Any, which: Operand, no: Operand, yes: Operan
     mask = np.asarray(require_known(which, "select_n"), bool)
     no, yes = scope.lift(no, yes)
     dims = len(no.shape)
-    if mask.ndim < dims:
+    if mask.ndim < dims:  # one boolean for a whole array
         mask = scope.pad_part(mask[None], dims)[0]
     return where(mask, yes, no)

@@ -30,8 +30,8 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
     """
     (x_contracted, y_contracted), (x_batch, y_batch) = dimension_numbers
     rank = scope.rank
-    x_free = _list_free_dims(x.shape[rank:], x_contracted, x_batch)
-    y_free = _list_free_dims(y.shape[rank:], y_contracted, y_batch)
+    x_free = _list_free_dims(len(x.shape) - rank, x_contracted, x_batch)
+    y_free = _list_free_dims(len(y.shape) - rank, y_contracted, y_batch)
     left = _group_dims(x, rank, (x_batch, x_free, x_contracted))
     right = _group_dims(y, rank, (y_batch, y_contracted, y_free))
     # The field remembers some products that do not follow from residues, as L L^T of a Cholesky factor.
@@ -41,12 +41,17 @@ def _contract(scope: Scope, x: Exact, y: Exact, dimension_numbers: Any) -> Exact
     # dot_general gives the batch dims first, then the free dims of x, then the free dims of y.
     shape = [x.shape[rank + dim] for dim in (*x_batch, *x_free)]
     shape += [y.shape[rank + dim] for dim in y_free]
-    return product.move(lambda part: part.reshape((*part.shape[: 1 + rank], *shape)))
+
+    def reshape(part: np.ndarray) -> np.ndarray:
+        return part.reshape(*part.shape[: 1 + rank], *shape)
+
+    return product.move(reshape)
 
 
-def _list_free_dims(shape: Sequence[int], contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+def _list_free_dims(dims: int, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
     """The dims of one operand alone, which are neither summed over nor shared."""
-    return [dim for dim in range(len(shape)) if dim not in contracted and dim not in batch]
+    shared_dims = (*contracted, *batch)
+    return [dim for dim in range(dims) if dim not in shared_dims]
 
 
 def _group_dims(x: Exact, rank: int, groups: Sequence[Sequence[int]]) -> Exact:
@@ -66,7 +71,7 @@ def _group_dims(x: Exact, rank: int, groups: Sequence[Sequence[int]]) -> Exact:
 
 
 def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known) -> Exact:
-    """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or those sums by group.
+    """ragged_dot: the rows of x, sorted by group, times the matrix of their group; or the sums over rows by group.
 
     Worked example: with group sizes [2, 1], rows 0 and 1 of x meet w[0], and row 2 meets w[1]. For each group the other
     rows are masked with zeros, all of x is multiplied, and the products are added.
@@ -79,7 +84,6 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
     sizes = require_known(sizes, "ragged_dot_general")
     x = scope.lift_one(x)
     w = scope.lift_one(w)
-    field = scope.field
     [ragged_dim] = numbers.lhs_ragged_dimensions
     # A zero row adds nothing.
     zero = scope.constant(0, like=x)
@@ -88,37 +92,41 @@ def ragged_dot(scope: Scope, equation: Any, x: Operand, w: Operand, sizes: Known
         # The gradient of w: w has no dim of groups, and each group has a sum of its own over its rows.
         dimension_numbers = ((x_contracted, w_contracted), ((), ()))
         products = [_contract(scope, rows, w, dimension_numbers) for rows in groups]
-        return join_operands(field, products, scope.rank, new=True)
+        return join_operands(scope.field, products, scope.rank, new=True)
     [group_dim] = numbers.rhs_group_dimensions
-    products = _multiply_by_group(scope, groups, w, group_dim, (x_contracted, w_contracted))
-    # Rows of other groups are zero in each product: the sum has every row once.
-    total = products[0]
-    for product in products[1:]:
-        total = add(field, total, product)
-    return total
+    return _multiply_by_group(scope, groups, w, group_dim, (x_contracted, w_contracted))
 
 
 def _multiply_by_group(
     scope: Scope, groups: Sequence[Exact], w: Exact, group_dim: int, contracted: tuple[Sequence[int], Sequence[int]]
-) -> list[Exact]:
+) -> Exact:
     """The rows of each group times the matrix of the group, a row of w along `group_dim`."""
     x_contracted, w_contracted = contracted
     # Of w [groups, D, F] the matrix of one group is [D, F]: dim 1 of w is dim 0 of the matrix.
     matrix_contracted = []
     for dim in w_contracted:
-        matrix_contracted.append(dim - 1 if dim > group_dim else dim)
+        if dim > group_dim:
+            dim = dim - 1
+        matrix_contracted.append(dim)
     dimension_numbers = ((x_contracted, matrix_contracted), ((), ()))
     products = []
     for group, rows in enumerate(groups):
         matrix = w.row(scope.rank + group_dim, group)
         products.append(_contract(scope, rows, matrix, dimension_numbers))
-    return products
+    # Rows of other groups are zero in each product: the sum has every row once.
+    total = products[0]
+    for product in products[1:]:
+        total = add(scope.field, total, product)
+    return total
 
 
 def _mask_groups(scope: Scope, x: Exact, ragged_dim: int, sizes: Known) -> list[np.ndarray]:
-    """For each group bool [..., row, ...]: which rows of x are its own, in a shape that broadcasts against x."""
+    """For each group bool [..., row, ...]: which rows of x it has, in a shape that broadcasts against x.
+
+    Worked example: of the sizes [2, 1] the ends are [2, 3] and the starts [0, 2]. Group 0 has the rows 0 and 1, and
+    group 1 has row 2.
+    """
     rank = scope.rank
-    # sizes [2, 1]: ends [2, 3], so rows 0 and 1 belong to group 0, row 2 to group 1.
     rows = np.arange(x.shape[rank + ragged_dim])
     sizes = np.asarray(sizes)[..., None]  # [*mesh, group, 1]
     ends = np.cumsum(sizes, -2)

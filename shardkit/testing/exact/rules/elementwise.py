@@ -25,12 +25,14 @@ _LARGEST_POWER = 1024  # up to this exponent pow is a product
 
 def add(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """add, and add_any of gradients."""
-    return arithmetic.add(scope.field, *scope.lift(x, y))
+    x, y = scope.lift(x, y)
+    return arithmetic.add(scope.field, x, y)
 
 
 def subtract(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     """sub."""
-    return arithmetic.subtract(scope.field, *scope.lift(x, y))
+    x, y = scope.lift(x, y)
+    return arithmetic.subtract(scope.field, x, y)
 
 
 def negate(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -39,8 +41,7 @@ def negate(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
-    """A product. The product of a value with itself is a square, and is known not to be negative."""
-    # x * x is not negative, and x * y may be: so a variance is known to have a root.
+    """mul. The product of a value with itself is a square, and known not to be negative: so a variance has a root."""
     is_square = equation.invars[0] is equation.invars[1]
     x, y = scope.lift(x, y)
     if not is_square and x.factor is None and y.factor is None:  # the same value, computed twice
@@ -79,18 +80,18 @@ def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     # x**2.0 traces to pow with an array of 2.0.
     exponent = _find_common_value(y)
     if exponent is None:
-        return apply_function(field, "pow", *scope.lift(x, y))
+        return function_without_law(scope, equation, x, y)
+    base = scope.lift_one(x)
     if exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
-        return arithmetic.power(field, scope.lift_one(x), int(exponent))
-    x = scope.lift_one(x)
-    if x.is_power:  # exp(x)**0.3 is exp(0.3 x)
+        return arithmetic.power(field, base, int(exponent))
+    if base.is_power:  # exp(x)**0.3 is exp(0.3 x)
         field.laws.roots.of_powers = True
         if field.settings.laws_of_roots:
-            return _raise_exp(field, x, simplest(float(exponent), np.asarray(y).dtype))
+            return _raise_exp(field, base, simplest(float(exponent), np.asarray(y).dtype))
     quarters = 4 * exponent
     if quarters == np.round(quarters) and abs(exponent) <= _LARGEST_POWER:
-        return _multiply_roots_of(field, x, int(quarters))
-    return apply_function(field, "pow", *scope.lift(x, y))
+        return _multiply_roots_of(field, base, int(quarters))
+    return function_without_law(scope, equation, base, y)
 
 
 def _raise_exp(field: Field, x: Exact, exponent: Fraction) -> Exact:
@@ -111,7 +112,9 @@ def _multiply_roots_of(field: Field, x: Exact, quarters: int) -> Exact:
 
 def _find_common_value(x: Operand) -> Any:
     """The value that all elements of a known array have; None if there is none."""
-    if isinstance(x, Exact) or not x.size or np.ptp(x) != 0:
+    if isinstance(x, Exact) or not x.size:
+        return None
+    if np.ptp(x) != 0:
         return None
     return x.flat[0]
 
@@ -138,19 +141,22 @@ def log(scope: Scope, equation: Any, x: Exact) -> Exact:
 def log_plus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """log1p: log(1 + x). So log1p(x + y + x * y) is log((1 + x) * (1 + y)) = log1p(x) + log1p(y)."""
     ones = scope.constant(1, like=x)
-    return logarithms.log(scope.field, arithmetic.add(scope.field, x, ones))
+    argument = arithmetic.add(scope.field, x, ones)
+    return logarithms.log(scope.field, argument)
 
 
 def exp_minus_one(scope: Scope, equation: Any, x: Exact) -> Exact:
     """expm1: exp(x) - 1."""
     ones = scope.constant(1, like=x)
-    return arithmetic.subtract(scope.field, logarithms.exp(scope.field, x), ones)
+    power_of_e = logarithms.exp(scope.field, x)
+    return arithmetic.subtract(scope.field, power_of_e, ones)
 
 
 def one_minus_square(scope: Scope, equation: Any, x: Exact) -> Exact:
     """one_minus_square: 1 - x**2."""
     ones = scope.constant(1, like=x)
-    return arithmetic.subtract(scope.field, ones, arithmetic.power(scope.field, x, 2))
+    squares = arithmetic.power(scope.field, x, 2)
+    return arithmetic.subtract(scope.field, ones, squares)
 
 
 def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
@@ -161,7 +167,8 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
     ones = scope.constant(1, like=x)
-    result = arithmetic.invert(field, arithmetic.add(field, ones, exp_of_minus_x))
+    divisor = arithmetic.add(field, ones, exp_of_minus_x)
+    result = arithmetic.invert(field, divisor)
     # logistic(-1e30) is 0, as in floats: exp(1e30) would be a number of the field like any other.
     zeros = field.lift(np.zeros(x.shape, np.float32))
     return where(x.is_low, zeros, result)
@@ -169,7 +176,8 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def function_without_law(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     """A function without a law, as erf_inv: a random number for each argument, the same for equal arguments."""
-    return apply_function(scope.field, equation.primitive.name, *scope.lift(*operands))
+    arguments = scope.lift(*operands)
+    return apply_function(scope.field, equation.primitive.name, *arguments)
 
 
 def is_finite(scope: Scope, equation: Any, x: Exact) -> Known:
@@ -178,12 +186,13 @@ def is_finite(scope: Scope, equation: Any, x: Exact) -> Known:
     Where a value is outside of the domain of a function in this draw, as sqrt(x) of a negative x, it may be a number in
     another one: that is noted as the outcome of a comparison.
     """
-    truth = (x.poison == 0) & ~x.is_truly_infinite
     field = scope.field
+    truth = (x.poison == 0) & ~x.is_truly_infinite
     if not field.notes.domains:
         return truth
     if field.coverage is not None:
-        field.coverage.note_domain(field, equation, scope.line(equation), x.poison != OUTSIDE)
+        is_inside = x.poison != OUTSIDE
+        field.coverage.note_domain(field, equation, scope.line(equation), is_inside)
     return field.marks.add(truth, decision=True)
 
 

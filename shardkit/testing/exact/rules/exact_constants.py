@@ -113,8 +113,11 @@ def _may_be_rounded(equation: Any, operands: Sequence[Known], result: Known, fol
 
 def _is_whole_power(exponent: Known) -> bool:
     """Whether all elements of a known exponent are the same whole number, for which pow is a product."""
-    first = exponent.flat[0] if exponent.size else 0
-    return bool((exponent == first).all() and first == np.rint(first) and abs(first) <= _LARGEST_POWER)
+    if not exponent.size:
+        return True
+    first = exponent.flat[0]
+    is_whole = first == np.rint(first) and abs(first) <= _LARGEST_POWER
+    return bool(is_whole and (exponent == first).all())
 
 
 def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Sequence[Known], result: Known) -> Exact:
@@ -123,17 +126,8 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     name = equation.primitive.name
     if _is_extreme(name):
         return _take_extremes(field, operands, result)
-    lifted: list[Operand] = []
-    for number, x in enumerate(operands):
-        is_exponent = name == "pow" and number == 1
-        lifted.append(x if x.dtype.kind != "f" or is_exponent else field.lift(x))
     try:
-        if name == "sort":  # in the order of the floats, which are known: the rule orders unknown numbers
-            exact = sort_by(operands[0], lifted[0], scope.rank + equation.params["dimension"])
-        elif registered(name).kind is not None:
-            [exact] = apply_collective(field, axes, equation, lifted)
-        else:
-            [exact] = apply_rule(scope, equation, lifted)
+        exact = _apply(scope, axes, equation, operands)
     except UnsupportedError:
         return field.lift_as_stored(result)
     if name in _MOVES:
@@ -149,21 +143,42 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     return replace(exact, facts=facts, real=real, degree=degree)
 
 
+def _apply(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Sequence[Known]) -> Exact:
+    """The result of an equation whose floats are lifted to the field, by the rule of its primitive."""
+    name = equation.primitive.name
+    lifted: list[Operand] = []
+    for number, x in enumerate(operands):
+        is_exponent = name == "pow" and number == 1  # the rule reads which power it is
+        if x.dtype.kind == "f" and not is_exponent:
+            lifted.append(scope.field.lift(x))
+        else:
+            lifted.append(x)
+    if name == "sort":  # in the order of the floats, which are known: the rule orders unknown numbers
+        return sort_by(operands[0], lifted[0], scope.rank + equation.params["dimension"])
+    if registered(name).kind is not None:
+        [exact] = apply_collective(scope.field, axes, equation, lifted)
+    else:
+        [exact] = apply_rule(scope, equation, lifted)
+    return exact
+
+
 def _take_extremes(field: Field, operands: Sequence[Known], result: Known) -> Exact:
     """The exact values of the operands' elements that are the largest or the smallest ones in floats.
 
     Worked example: the maximum 0.6666667 of [0.33333334, 0.6666667], which are 1 / 3 and 2 / 3, is 2 / 3.
     """
     values = np.concatenate([x.reshape(-1) for x in operands])
+    extremes = result.reshape(-1)
+    # The place of each extreme among the operands' elements, by a search in their order. NaN is beyond the last one.
     order = np.argsort(values, kind="stable")
-    places = np.minimum(np.searchsorted(values[order], result.reshape(-1)), len(values) - 1)
-    chosen = order[places]
-    if not (values[chosen] == result.reshape(-1)).all():  # as of NaN
+    places_in_order = np.searchsorted(values[order], extremes)
+    places = order[np.minimum(places_in_order, len(values) - 1)]
+    if not (values[places] == extremes).all():  # as of NaN
         return field.lift_as_stored(result)
 
     def take(parts: list[np.ndarray]) -> np.ndarray:
         flat = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-        return flat[:, chosen].reshape(len(flat), *result.shape)
+        return flat[:, places].reshape(len(flat), *result.shape)
 
     return join_parts([field.lift(x) for x in operands], take, is_power=False)
 

@@ -45,6 +45,7 @@ def apply_collective(
     params = equation.params
     if params.get("axis_index_groups") is not None:
         raise UnsupportedError(f"{name} with axis_index_groups")
+    # jax names an axis of jax.vmap by an integer.
     if any(isinstance(axis, int) for axis in params.get("axes", ())):
         raise UnsupportedError(f"{name} over an axis of the mesh and one of jax.vmap together")
     devices = Devices(field, sizes)
@@ -53,11 +54,14 @@ def apply_collective(
     if row.kind == "all_reduce":
         if row.reduces in ("maximum", "minimum"):
             devices.note_extremes(equation, operands, axes, largest=row.reduces == "maximum")
-        return [devices.reduce(x, axes, row.reduces or "sum") for x in operands]
+        by = row.reduces or "sum"
+        return [devices.reduce(x, axes, by) for x in operands]
     if row.kind == "all_gather":
-        return [devices.gather(x, axes, params["all_gather_dimension"], params["tiled"]) for x in operands]
+        dim = params["all_gather_dimension"]
+        return [devices.gather(x, axes, dim, params["tiled"]) for x in operands]
     if row.kind == "reduce_scatter":
-        return [devices.scatter(x, axes, params["scatter_dimension"], params["tiled"]) for x in operands]
+        dim = params["scatter_dimension"]
+        return [devices.scatter(x, axes, dim, params["tiled"]) for x in operands]
     if row.kind == "ppermute":
         return [devices.permute(x, axes, params["perm"]) for x in operands]
     if row.kind == "all_to_all" and "split_axis" in params:
@@ -70,6 +74,9 @@ def apply_collective(
 class Devices:
     """The devices of a mesh.
 
+    Movements are functions `move(part, lead)`, for a known array and for each part of an `Exact`: the dims of the array
+    begin at `lead`, and those of the mesh at `first`, which is 0, or 1 behind the components of a part.
+
     Attributes:
         field: the arithmetic.
         axes: the mesh axes with their sizes, in the order of the dims in front.
@@ -80,28 +87,33 @@ class Devices:
         self.axes = axes
         self._names = list(axes)
         self._sizes = list(axes.values())
+        self._scope = Scope(field, len(axes))
 
     def _find_dims(self, axes: Sequence[str]) -> list[int]:
+        """The dims in front of some axes."""
         return [self._names.index(axis) for axis in axes]
 
     def number(self, axes: Sequence[str]) -> Known:
         """An axis_index: the number of each device along some axes, the major one first."""
-        result = np.zeros((1,) * len(self.axes), np.int32)
+        ones = [1] * len(self.axes)
+        result = np.zeros(ones, np.int32)
         # Of data=2, model=3: index("data") is [[0], [1]], and of both it is [[0, 1, 2], [3, 4, 5]].
-        for axis in axes:
-            size = self.axes[axis]
-            shape = [size if name == axis else 1 for name in self.axes]
+        for dim in self._find_dims(axes):
+            size = self._sizes[dim]
+            shape = ones.copy()
+            shape[dim] = size
             index = np.arange(size, dtype=np.int32).reshape(shape)
             result = result * size + index
         return result
 
     def choose(self, mask: np.ndarray, x: Operand, y: Operand) -> Operand:
         """x on the devices where the mask holds, and in the elements of a batch, else y."""
-        rank = len(self.axes)
         # The mask has the dims of the mesh, and those of a batch if the loop is one of `jax.vmap`.
-        mask = mask.reshape(mask.shape + (1,) * (len(x.shape) - mask.ndim))
+        missing = len(x.shape) - mask.ndim
+        mask = mask.reshape(mask.shape + (1,) * missing)
         if isinstance(x, Exact) or isinstance(y, Exact):
-            return where(mask, *Scope(self.field, rank).lift(x, y))
+            x, y = self._scope.lift(x, y)
+            return where(mask, x, y)
         return np.where(mask, x, y)
 
     # Reductions
@@ -116,38 +128,43 @@ class Devices:
         return x
 
     def _sum(self, x: Operand, dim: int) -> Operand:
+        """The sum along one axis, whose dim then has size 1."""
         n = self._sizes[dim]
         differs = x.shape[dim] > 1
+        # Where the devices do not differ, all n add the same number: a psum of a replicated value counts it n times.
         if not isinstance(x, Exact):
             if differs:
                 return x.sum(dim, x.dtype, keepdims=True)
             return np.asarray(x * n, x.dtype)
         if differs:
             return sum_dims(self.field, x, [dim], keep=True)
-        # All n devices add the same number: x n. So a psum of a replicated value counts it n times.
-        if n > 1:
-            return multiply(self.field, x, self.field.lift(np.full((1,) * len(x.shape), n)))
-        return x
+        if n == 1:
+            return x
+        ones = (1,) * len(x.shape)
+        return multiply(self.field, x, self.field.lift(np.full(ones, n)))
 
     def note_extremes(self, equation: Any, operands: Sequence[Operand], axes: Sequence[str], largest: bool) -> None:
         """Notes which devices had the largest, or smallest, numbers."""
-        dims = tuple(self._find_dims(axes))
-        scope = Scope(self.field, len(self.axes))
+        if self.field.coverage is None:
+            return
+        dims = self._find_dims(axes)
         for x in operands:
-            if isinstance(x, Exact) and math.prod(x.shape[dim] for dim in dims) > 1:
+            if isinstance(x, Exact):
                 keys = find_keys(self.field, x)
-                extremes = keys.max(dims, keepdims=True) if largest else keys.min(dims, keepdims=True)
-                scope.choose(equation, keys == extremes, x)
+                self._scope.choose_extremes(equation, x, keys, dims, largest)
 
     def _take_extreme(self, x: Operand, dim: int, largest: bool) -> Operand:
+        """The largest, or smallest, number along one axis, whose dim then has size 1."""
         if not isinstance(x, Exact):
             if largest:
                 return x.max(dim, keepdims=True)
             return x.min(dim, keepdims=True)
         keys = find_keys(self.field, x)
-        devices = keys.argmax(dim) if largest else keys.argmin(dim)
         # [..., 1, ...]: the number of the device that has the extreme, for each element.
-        devices = np.expand_dims(devices, dim)
+        if largest:
+            devices = keys.argmax(dim, keepdims=True)
+        else:
+            devices = keys.argmin(dim, keepdims=True)
 
         def take(part: np.ndarray) -> np.ndarray:
             devices_of_part = np.broadcast_to(devices, (len(part), *devices.shape))
@@ -173,11 +190,12 @@ class Devices:
             if not tiled:
                 part = np.expand_dims(part, lead + to)
             for dim in reversed(dims):  # the minor axis first
+                mesh_dim = first + dim
                 part = self._spread(part, first, dim)
                 # Without the mesh dim in front, dim `to` is one further left: the devices go directly before it.
-                part = np.moveaxis(part, first + dim, lead + to - 1)
+                part = np.moveaxis(part, mesh_dim, lead + to - 1)
                 part = _merge_dims(part, lead + to - 1)
-                part = np.expand_dims(part, first + dim)
+                part = np.expand_dims(part, mesh_dim)
             return part
 
         return move_operand(x, len(self.axes), move)
@@ -195,9 +213,11 @@ class Devices:
         def move(part: np.ndarray, lead: int) -> np.ndarray:
             first = lead - len(self.axes)
             for dim in dims:  # the major axis first
+                mesh_dim = first + dim
                 part = _split_dim(part, lead + to, self._sizes[dim])
-                part = np.moveaxis(part, lead + to, first + dim)
-                part = np.squeeze(part, first + dim + 1)
+                part = np.moveaxis(part, lead + to, mesh_dim)
+                # The pieces stand where the mesh dim was, which is behind them now, with size 1.
+                part = np.squeeze(part, mesh_dim + 1)
             if tiled:
                 return part
             return np.squeeze(part, lead + to)
@@ -223,9 +243,11 @@ class Devices:
             return restore(part[senders])
 
         result = move_operand(x, len(self.axes), move)
-        if isinstance(result, Exact) and result.factor is not None:  # zero is no logarithm: its factor is 1
+        if isinstance(result, Exact) and result.factor is not None:
+            # Its zeros are in rows that nobody sent. A number that is no logarithm has the factor 1.
             is_zero = (result.factor == 0).all(0)
-            result = replace(result, factor=np.where(is_zero, np.uint64(1), result.factor))
+            factor = np.where(is_zero, np.uint64(1), result.factor)
+            return replace(result, factor=factor)
         return result
 
     def exchange(self, x: Operand, axes: Sequence[str], split: int, to: int, tiled: bool) -> Operand:
@@ -256,7 +278,8 @@ class Devices:
 
     def _spread(self, part: np.ndarray, first: int, dim: int) -> np.ndarray:
         """A part with a row for each device along an axis, also if all devices have the same row."""
-        shape = (*part.shape[: first + dim], self._sizes[dim], *part.shape[first + dim + 1 :])
+        shape = list(part.shape)
+        shape[first + dim] = self._sizes[dim]
         return np.broadcast_to(part, shape)
 
     def _merge_devices(

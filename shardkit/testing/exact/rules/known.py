@@ -35,8 +35,10 @@ def _shift_logically(x: np.ndarray, places: np.ndarray) -> np.ndarray:
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     bits = x.view(unsigned)
     places = places.astype(unsigned)
+    # A shift by all bits, or by more, leaves none.
     width = 8 * x.dtype.itemsize
-    shifted = np.where(places < width, bits >> np.minimum(places, unsigned.type(width - 1)), unsigned.type(0))
+    shifted = bits >> np.minimum(places, unsigned.type(width - 1))
+    shifted = np.where(places < width, shifted, unsigned.type(0))
     return np.asarray(shifted).view(x.dtype)
 
 
@@ -44,7 +46,9 @@ def _find_remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """x less the multiple of y next to it, towards zero. That of an integer over zero is the integer, as XLA has it."""
     if not np.issubdtype(y.dtype, np.integer):
         return np.asarray(np.fmod(x, y))
-    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
+    is_zero = y == 0
+    divisor = np.where(is_zero, 1, y)
+    return np.where(is_zero, x, np.fmod(x, divisor))
 
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
@@ -88,7 +92,8 @@ def to_known(x: Any, as_stored: bool = False) -> Known:
     float16 again, which stands for 10/9.
     """
     if hasattr(x, "dtype") and is_key(x):
-        return make_words(np.asarray(jax.random.key_data(x)))
+        data = jax.random.key_data(x)
+        return make_words(np.asarray(data))
     x = np.asarray(x)
     x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
     if as_stored and x.dtype == jnp.bfloat16:
@@ -105,18 +110,20 @@ def compute_known(
     if name in MOVED_OPERANDS and not _is_plain_select(equation, operands):
         return move_known(equation, operands, rank)
     if name.startswith("random_") and real_keys:
-        drawn = apply_threefry(equation, operands)
-        if drawn is not None:
-            return [drawn]
+        result = apply_threefry(equation, operands)
+        if result is not None:
+            return [result]
         return bind_primitive(equation, operands, rank, real_keys=True)
     if name.startswith("random_"):
-        words = apply_random(equation, operands, draw)
-        if words is not None:
-            return [words]
-    # None where numpy and jax may round otherwise, as in exp.
-    result = _compute_by_numpy(equation, operands, rank)
-    if result is not None:
-        return [result]
+        result = apply_random(equation, operands, draw)
+        if result is not None:
+            return [result]
+    # Not there is what numpy and jax may round otherwise, as exp.
+    compute = _BY_NUMPY.get(name)
+    if compute is not None:
+        result = compute(equation, operands, rank)
+        if result is not None:
+            return [result]
     return bind_primitive(equation, operands, rank)
 
 
@@ -125,100 +132,134 @@ def _is_plain_select(equation: Any, operands: Sequence[Known]) -> bool:
     return equation.primitive.name == "select_n" and len(operands) == 3 and operands[0].dtype == bool
 
 
-def _compute_by_numpy(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
-    """The result of an equation by numpy, if numpy has the same bits as jax for that primitive; else None."""
-    if not equation.outvars:
+def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known:
+    """Elementwise arithmetic and comparisons."""
+    function = _ELEMENTWISE[equation.primitive.name]
+    aligned = _align(operands, rank)
+    return np.asarray(function(*aligned), _result_dtype(equation))
+
+
+def _divide(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """div of floats. jax rounds the quotient of integers to zero, and numpy down."""
+    if not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         return None
-    for compute in (_compute_elements, _compute_over_dims, _convert_elements, _place_elements):
-        result = compute(equation, operands, rank)
-        if result is not None:
-            return result
-    return None
+    x, y = _align(operands, rank)
+    return np.asarray(np.divide(x, y), _result_dtype(equation))
 
 
-def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
-    """Elementwise arithmetic, comparisons and choices; None for other primitives."""
+def _clamp(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """clamp of integers."""
+    if not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
+        return None
+    low, x, high = _align(operands, rank)
+    return np.asarray(np.minimum(np.maximum(x, low), high), _result_dtype(equation))
+
+
+def _select(equation: Any, operands: Sequence[Known], rank: int) -> Known:
+    """A plain select: select_n of two arrays by a boolean."""
+    which, no, yes = _align(operands, rank)
+    return np.where(which, yes, no)
+
+
+def _reduce(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """A reduction over dims."""
     name = equation.primitive.name
-    result = equation.outvars[0].aval  # a token, of some primitives, has no dtype
-    if name in _ELEMENTWISE:
-        function = _ELEMENTWISE[name]
-        return np.asarray(function(*_align(operands, rank)), known_dtype(result.dtype))
-    # Integers are divided by jax, which rounds to zero where numpy rounds down.
-    if name == "div" and jnp.issubdtype(result.dtype, jnp.floating):
-        return np.asarray(np.divide(*_align(operands, rank)), known_dtype(result.dtype))
-    if name == "clamp" and jnp.issubdtype(result.dtype, jnp.integer):
-        low, x, high = _align(operands, rank)
-        return np.asarray(np.minimum(np.maximum(x, low), high), known_dtype(result.dtype))
-    if name == "select_n":
-        which, no, yes = _align(operands, rank)
-        return np.where(which, yes, no)
-    return None
+    [x] = operands
+    if is_key(equation.outvars[0].aval):
+        return None
+    # numpy has no largest element of none, and jax has the smallest number of the dtype.
+    if not x.size and name in ("reduce_max", "reduce_min"):
+        return None
+    dims = tuple(rank + dim for dim in equation.params["axes"])
+    return np.asarray(_REDUCTIONS[name](x, axis=dims), _result_dtype(equation))
 
 
-def _compute_over_dims(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
-    """Reductions and running sums; None for other primitives."""
-    name = equation.primitive.name
-    params = equation.params
+def _sum_along(equation: Any, operands: Sequence[Known], rank: int) -> Known:
+    """cumsum: sums from the first element on, or from the last one back."""
+    [x] = operands
+    dim = rank + equation.params["axis"]
+    dtype = _result_dtype(equation)
+    if not equation.params["reverse"]:
+        return np.asarray(np.cumsum(x, dim, dtype))
+    return np.flip(np.cumsum(np.flip(x, dim), dim, dtype), dim)
+
+
+def _convert(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """A cast that loses nothing. One to bfloat16 keeps float32: rounding is not modelled."""
+    [x] = operands
     result = equation.outvars[0].aval
-    if name in _REDUCTIONS and not is_key(result):
-        dims = tuple(rank + dim for dim in params["axes"])
-        # numpy has no largest element of none, and jax has the smallest number of the dtype.
-        if not operands[0].size and name in ("reduce_max", "reduce_min"):
-            return None
-        return np.asarray(_REDUCTIONS[name](operands[0], axis=dims), known_dtype(result.dtype))
-    if name == "cumsum":
-        return _sum_along(operands[0], rank + params["axis"], params["reverse"], known_dtype(result.dtype))
-    return None
+    # A cast of float64 may round, and is left to jax; so is one to keys.
+    if x.dtype == np.float64 or is_key(result):
+        return None
+    # A float may be too large for an integer, where numpy wraps and jax does not.
+    is_rounded = x.dtype.kind == "f" and jnp.issubdtype(result.dtype, jnp.integer)
+    if is_rounded:
+        return None
+    return x.astype(known_dtype(result.dtype))
 
 
-def _convert_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
-    """Casts that lose nothing, and bits as another dtype of the same width; None for other primitives."""
-    name = equation.primitive.name
+def _bitcast(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """The bits of numbers as another dtype of the same width."""
+    [x] = operands
+    dtype = equation.outvars[0].aval.dtype
+    if x.dtype.itemsize != np.dtype(dtype).itemsize:
+        return None
+    return np.ascontiguousarray(x).view(dtype)
+
+
+def _move_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """A movement of the elements of one array."""
+    if len(operands) != 1:  # sizes that are not known when the program is traced are operands too
+        return None
+    return MOVES_OF_ONE[equation.primitive.name](operands[0], rank, equation)
+
+
+def _count_along(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
+    """iota: 0, 1, ... along a dim."""
+    if operands:
+        return None
     result = equation.outvars[0].aval
-    # A cast to bfloat16 keeps float32: rounding is not modelled. One of float64 may round, and is left to jax; so is
-    # one to keys.
-    if name == "convert_element_type" and operands[0].dtype != np.float64 and not is_key(result):
-        # A float may be too large for an integer, where numpy wraps and jax does not.
-        is_rounded = operands[0].dtype.kind == "f" and jnp.issubdtype(result.dtype, jnp.integer)
-        if not is_rounded:
-            return operands[0].astype(known_dtype(result.dtype))
-    if name == "bitcast_convert_type" and operands[0].dtype.itemsize == np.dtype(result.dtype).itemsize:
-        return np.ascontiguousarray(operands[0]).view(result.dtype)
-    return None
-
-
-def _place_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
-    """Movements of the elements of one array, arrays side by side, and iota; None for other primitives."""
-    name = equation.primitive.name
-    params = equation.params
-    if name in MOVES_OF_ONE and len(operands) == 1:
-        return MOVES_OF_ONE[name](operands[0], rank, equation)
-    if name == "iota" and not operands:
-        result = equation.outvars[0].aval
-        counts = _count_along(result.shape, params["dimension"], known_dtype(result.dtype), rank)
-        # bfloat16 has no 257, and a mask of positions would be another one.
-        return counts.astype(result.dtype).astype(counts.dtype)
-    if name == "concatenate":
-        return join_arrays(operands, rank + params["dimension"], new=False)
-    if name == "stack":
-        return join_arrays(operands, rank + params["axis"], new=True)
-    return None
-
-
-def _count_along(shape: Sequence[int], dim: int, dtype: Any, rank: int) -> np.ndarray:
-    """An iota: 0, 1, ... along a dim."""
+    dim = equation.params["dimension"]
+    shape = result.shape
     sizes = [1] * len(shape)
     sizes[dim] = shape[dim]
+    counts = np.arange(shape[dim], dtype=_result_dtype(equation)).reshape(sizes)
+    # bfloat16 has no 257, and a mask of positions would be another one.
+    counts = counts.astype(result.dtype).astype(counts.dtype)
     # The same on all devices: size 1 along every mesh dim.
-    counts = np.arange(shape[dim], dtype=dtype).reshape(sizes)
     return np.broadcast_to(counts, shape)[(None,) * rank]
 
 
-def _sum_along(x: np.ndarray, dim: int, backwards: bool, dtype: Any) -> np.ndarray:
-    """Sums from the first element on, or from the last one back."""
-    if not backwards:
-        return np.asarray(np.cumsum(x, dim, dtype))
-    return np.flip(np.cumsum(np.flip(x, dim), dim, dtype), dim)
+def _concatenate(equation: Any, operands: Sequence[Known], rank: int) -> Known:
+    """Arrays side by side."""
+    return join_arrays(operands, rank + equation.params["dimension"], new=False)
+
+
+def _stack(equation: Any, operands: Sequence[Known], rank: int) -> Known:
+    """Arrays along a new dim."""
+    return join_arrays(operands, rank + equation.params["axis"], new=True)
+
+
+# What numpy computes with the same bits as jax. These functions return None for operands of which it does not.
+_BY_NUMPY: dict[str, Callable[[Any, Sequence[Known], int], Known | None]] = {
+    **dict.fromkeys(_ELEMENTWISE, _compute_elements),
+    "div": _divide,
+    "clamp": _clamp,
+    "select_n": _select,
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    "cumsum": _sum_along,
+    "convert_element_type": _convert,
+    "bitcast_convert_type": _bitcast,
+    **dict.fromkeys(MOVES_OF_ONE, _move_elements),
+    "iota": _count_along,
+    "concatenate": _concatenate,
+    "stack": _stack,
+}
+
+
+def _result_dtype(equation: Any) -> Any:
+    """The dtype of an equation's result as a known array."""
+    return known_dtype(equation.outvars[0].aval.dtype)
 
 
 def _align(operands: Sequence[Known], rank: int) -> list[Known]:

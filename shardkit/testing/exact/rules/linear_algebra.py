@@ -85,13 +85,16 @@ def solve_tridiagonal(
 ) -> Exact:
     """tridiagonal_solve, by elimination of the matrix [n, n] that has the three bands, and zeros elsewhere."""
     field = scope.field
-    lower, diagonal, upper = (to_number(field, x) for x in scope.lift(lower, diagonal, upper))
-    n = diagonal.shape[-1]
-    ones = (1,) * (len(diagonal.shape) - 1)
+    bands = scope.lift(lower, diagonal, upper)
+    dims = len(bands[0].shape)
+    n = bands[0].shape[-1]
+    ones = (1,) * (dims - 1)
     a = field.lift(np.zeros((*ones, n, n), np.float32))
-    for band, offset in ((lower, -1), (diagonal, 0), (upper, 1)):
-        column = band.move(lambda part: part[..., :, None])
-        a = where(np.eye(n, k=offset, dtype=bool), column, a)
+    # Row i has element i of each band: before, at and after the diagonal.
+    for band, offset in zip(bands, (-1, 0, 1), strict=True):
+        column = to_number(field, band).move(lambda part: part[..., :, None])
+        is_in_band = np.eye(n, k=offset, dtype=bool)
+        a = where(is_in_band, column, a)
     return solve(field, a, scope.lift_one(b))
 
 
@@ -170,9 +173,10 @@ def _keep_qr(field: Field, q: Exact, r: Exact, upper: Exact, squares: Exact) -> 
 
 def _find_signs(scope: Scope, equation: Any, a: Exact, diagonal: np.ndarray) -> np.ndarray:
     """Whether each element of R's diagonal is positive: a comparison of a random function of all of A with zero."""
-    word = hash_elements(scope.field, "signs of qr", _flatten_matrices(a))
-    x = apply_matrix_function(scope.field, "sign of qr", a, word, diagonal)
-    return scope.decide(equation, find_keys(scope.field, x) >= 0, x, make_zero(scope.field, x))
+    field = scope.field
+    word = hash_elements(field, "signs of qr", _flatten_matrices(a))
+    x = apply_matrix_function(field, "sign of qr", a, word, diagonal)
+    return scope.decide(equation, find_keys(field, x) >= 0, x, make_zero(field, x))
 
 
 # Eigenvalues and singular values
@@ -186,7 +190,10 @@ def factor_symmetric(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     field = scope.field
     field.notes.uninterpreted.add("eigh")
     lower = equation.params["lower"]
-    triangle = "L" if lower else "U"
+    if lower:
+        triangle = "L"
+    else:
+        triangle = "U"
     a = _mirror_triangle(to_number(field, a), lower)
     values, vectors = apply_real_function(partial(np.linalg.eigh, UPLO=triangle), a, [(n,), (n, n)])
     # Both triangles are equal now: one of them says all.
@@ -213,10 +220,12 @@ def factor_singular(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     field = scope.field
     field.notes.uninterpreted.add("svd")
     a = to_number(field, a)
-    # U [m, m] and V^T [n, n], or [m, least] and [least, n].
+    left = (m, least)
+    right = (least, n)
     full = params["full_matrices"] and params["compute_uv"]
-    left = (m, m if full else least)
-    right = (n if full else least, n)
+    if full:
+        left = (m, m)
+        right = (n, n)
 
     def compute_svd(x: np.ndarray) -> Any:
         u, s, vt = np.linalg.svd(x, full_matrices=full)
@@ -227,7 +236,8 @@ def factor_singular(scope: Scope, equation: Any, a: Exact) -> list[Any]:
     word = hash_elements(field, "svd", _flatten_matrices(a))
     s = apply_matrix_function(field, "singular values", a, word, real_s, sign=1)
     # The values descend, so that those behind the rank are zero: of a [3, 3] of rank 2 the last one.
-    s = fill_zeros(field, s, np.arange(least) >= find_rank(field, a)[..., None])
+    is_zero = np.arange(least) >= find_rank(field, a)[..., None]
+    s = fill_zeros(field, s, is_zero)
     if not params["compute_uv"]:
         return [s]
     u = apply_matrix_function(field, "left singular vectors", a, word, real_u)

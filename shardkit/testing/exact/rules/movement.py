@@ -53,11 +53,13 @@ def _permute(part: np.ndarray, lead: int, order: Sequence[int]) -> np.ndarray:
 
 def _broadcast(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
     shape = equation.outvars[0].aval.shape
+    front = part.shape[:lead]
+    # A row [3] along dim 1 of a result [2, 3] is [1, 3] first.
     sizes = [1] * len(shape)
     for dim, size in zip(equation.params["broadcast_dimensions"], part.shape[lead:], strict=True):
         sizes[dim] = size
-    part = part.reshape((*part.shape[:lead], *sizes))
-    return np.broadcast_to(part, (*part.shape[:lead], *shape))
+    part = part.reshape((*front, *sizes))
+    return np.broadcast_to(part, (*front, *shape))
 
 
 def _slice(part: np.ndarray, lead: int, equation: Any) -> np.ndarray:
@@ -109,14 +111,16 @@ def _list_moved(name: str, operands: Sequence[Any]) -> range:
 def move_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Known]:
     """The results of a primitive that moves elements of known arrays."""
     moved = _list_moved(equation.primitive.name, operands)
-    sources = [operands[index] for index in moved]
-    # [*ones, 1]: one more element, which is read out of bounds.
-    sources.append(np.full((1,) * (rank + 1), _fill_value(equation), sources[0].dtype))
-    lead = np.broadcast_shapes(*(x.shape[:rank] for x in sources))
-    source = _flatten_sources([x[None] for x in sources], lead)
+    sources = [operands[number] for number in moved]
+    # One more element, [*ones], which is read out of bounds.
+    ones = (1,) * rank
+    sources.append(np.full(ones, _find_fill_value(equation), sources[0].dtype))
+    lead = _find_lead(sources, rank)
+    parts = [x[None] for x in sources]  # a known array is a part of one component
+    source = _flatten_parts(parts, lead)
     results = []
     for places in _find_places(equation, operands, moved, rank):
-        [result] = take_elements(source, places, rank)  # a known array is a part of one component
+        [result] = take_elements(source, places, rank)
         results.append(result)
     return results
 
@@ -124,38 +128,46 @@ def move_known(equation: Any, operands: Sequence[Known], rank: int) -> list[Know
 def move_exact(scope: Scope, equation: Any, operands: Sequence[Operand]) -> list[Operand]:
     """The results of a primitive that moves elements of the field."""
     name = equation.primitive.name
+    rank = scope.rank
     moved = _list_moved(name, operands)
-    for index, x in enumerate(operands):
-        if index not in moved:
+    for number, x in enumerate(operands):
+        if number not in moved:
             require_known(x, name)
-    places_of_results = _find_places(equation, operands, moved, scope.rank)
-    sources = [scope.lift_one(operands[index]) for index in moved]
-    # One more element, [*ones], which is read out of bounds.
-    filling = _fill_value(equation)
-    sources.append(scope.field.lift(np.full((1,) * scope.rank, filling)))
+    places_of_results = _find_places(equation, operands, moved, rank)
+    sources = [scope.lift_one(operands[number]) for number in moved]
     # NaN as a filling does no harm: any power of NaN is NaN.
-    is_power = all(x.is_power for x in sources[:-1]) and bool(np.isnan(filling))
-    lead = np.broadcast_shapes(*(x.shape[: scope.rank] for x in sources))
-    source = join_parts(sources, partial(_flatten_sources, lead=lead), is_power)
+    fill_value = _find_fill_value(equation)
+    is_power = bool(np.isnan(fill_value)) and all(x.is_power for x in sources)
+    # One more element, [*ones], which is read out of bounds.
+    ones = (1,) * rank
+    sources.append(scope.field.lift(np.full(ones, fill_value)))
+    lead = _find_lead(sources, rank)
+    source = join_parts(sources, partial(_flatten_parts, lead=lead), is_power)
     results = []
     for places in places_of_results:
-        results.append(source.move(partial(take_elements, places=places, rank=scope.rank)))
+        results.append(source.move(partial(take_elements, places=places, rank=rank)))
     return results
 
 
-def _flatten_sources(parts: Sequence[np.ndarray], lead: Sequence[int]) -> np.ndarray:
+def _find_lead(sources: Sequence[Operand], rank: int) -> tuple[int, ...]:
+    """The sizes of the mesh dims of several arrays together: 1 where none of them differs between devices."""
+    shapes = [x.shape[:rank] for x in sources]
+    return np.broadcast_shapes(*shapes)
+
+
+def _flatten_parts(parts: Sequence[np.ndarray], lead: tuple[int, ...]) -> np.ndarray:
     """[components, *lead, elements of all]: the parts of several arrays in a row, for a mesh of the shape `lead`."""
     rank = len(lead)
     rows = []
     for part in parts:
         components = len(part)
-        if part.shape[1 : 1 + rank] != tuple(lead):
+        if part.shape[1 : 1 + rank] != lead:
             part = np.broadcast_to(part, (components, *lead, *part.shape[1 + rank :]))
         rows.append(part.reshape(components, *lead, -1))
     return np.concatenate(rows, -1)
 
 
-def _fill_value(equation: Any) -> Any:
+def _find_fill_value(equation: Any) -> Any:
     """The value that a gather reads out of bounds in jax: `fill_value`, or NaN for floats, an extreme for integers."""
     fill_value = equation.params.get("fill_value")
     result = equation.outvars[0].aval
@@ -163,7 +175,8 @@ def _fill_value(equation: Any) -> Any:
         return fill_value or 0
     if not jnp.issubdtype(result.dtype, jnp.integer):
         return np.nan  # True as a boolean
-    return jnp.iinfo(result.dtype).min or jnp.iinfo(result.dtype).max
+    info = jnp.iinfo(result.dtype)
+    return info.min or info.max  # the largest one of unsigned integers
 
 
 def _find_places(equation: Any, operands: Sequence[Any], moved: Sequence[int], rank: int) -> list[np.ndarray]:
@@ -171,16 +184,17 @@ def _find_places(equation: Any, operands: Sequence[Any], moved: Sequence[int], r
 
     The place after the last element stands for a read out of bounds.
     """
-    # Worked example: a pad of x [3] with one filling. The places of x are [0, 1, 2], the place of the filling is 3.
-    total = 0
-    # Operands that are indices stay as they are; moved operands become arrays of places.
+    # Operands that are indices stay as they are; moved operands become arrays of places. Worked example: a pad of x [3]
+    # with one filling. The places of x are [0, 1, 2], the place of the filling is 3.
     places = list(operands)
+    ones = (1,) * rank
+    total = 0
     for number in moved:
         shape = operands[number].shape[rank:]
-        size = math.prod(shape)
-        places_of_operand = np.arange(total, total + size, dtype=np.int32)
-        places[number] = places_of_operand.reshape((1,) * rank + shape)
-        total += size
+        end = total + math.prod(shape)
+        places_of_operand = np.arange(total, end, dtype=np.int32)
+        places[number] = places_of_operand.reshape(ones + shape)
+        total = end
     name = equation.primitive.name
     if name == "split":
         ends = np.cumsum(equation.params["sizes"])[:-1]
@@ -204,45 +218,47 @@ def _find_padded_places(x: np.ndarray, filling: np.ndarray, config: Any, rank: i
     Worked example: [a, b, c] with low -1, high 2 and one between is [_, b, _, c, _, _]. Spread by the step 2 the
     elements stand at -1, 1 and 3: a is cut off, so b and c go to 1 and 3.
     """
-    kept = [slice(None)] * rank  # of the operand
+    sources = [slice(None)] * rank  # the elements that are kept
     targets = [slice(None)] * rank  # where these stand in the result
     shape = list(x.shape[:rank])
     for n, (low, high, between) in zip(x.shape[rank:], config, strict=True):
         # n elements with `between` fillings after each but the last.
         size = low + high + max(n + (n - 1) * between, 0)
         step = between + 1
-        # Element i goes to low + i step; kept are those from 0 to size - 1.
+        # Element i goes to low + i step, and is kept if that is one of 0 to size - 1.
         first = 0
         if low < 0:
             first = -(low // step)
         end = min(n, (size - 1 - low) // step + 1)
         count = max(end - first, 0)
         start = low + first * step
-        kept.append(slice(first, first + count))
+        sources.append(slice(first, first + count))
         targets.append(slice(start, start + count * step, step))
         shape.append(size)
     result = np.full(shape, filling.reshape(-1)[0])
-    result[tuple(targets)] = x[tuple(kept)]
+    result[tuple(targets)] = x[tuple(sources)]
     return result
 
 
 def _find_sliced_places(places: Sequence[np.ndarray], sizes: Sequence[int], rank: int) -> np.ndarray:
     """The places of a dynamic_slice: on each device the window that begins at its start indices."""
-    source = places[0].reshape(places[0].shape[rank:])
-    lead, windows = _list_windows(source.shape, places[1:], sizes, rank)
+    source, *starts = places
+    source = source.reshape(source.shape[rank:])
+    lead, windows = _list_windows(source.shape, starts, sizes, rank)
     rows = [source[window] for window in windows]
     return np.stack(rows).reshape(*lead, *sizes)
 
 
 def _find_updated_places(places: Sequence[np.ndarray], rank: int) -> np.ndarray:
     """The places of a dynamic_update_slice: of the update inside the window, of the operand elsewhere."""
-    source = places[0].reshape(places[0].shape[rank:])
-    sizes = places[1].shape[rank:]
-    lead, windows = _list_windows(source.shape, places[2:], sizes, rank)
+    source, update, *starts = places
+    source = source.reshape(source.shape[rank:])
+    update = update.reshape(update.shape[rank:])
+    lead, windows = _list_windows(source.shape, starts, update.shape, rank)
     rows = []
     for window in windows:
         row = source.copy()
-        row[window] = places[1].reshape(sizes)
+        row[window] = update
         rows.append(row)
     return np.stack(rows).reshape(*lead, *source.shape)
 
@@ -255,12 +271,14 @@ def _list_windows(
     Worked example: a window of 3 in an array of 4 that starts at 2 on one device and at 0 on the other: the slices are
     1 to 4, because 2 to 5 would end outside, and 0 to 3.
     """
-    lead = np.broadcast_shapes((1,) * rank, *(start.shape for start in starts))
-    starts = [np.broadcast_to(start, lead) for start in starts]
+    lead: tuple[int, ...] = (1,) * rank
+    for start in starts:
+        lead = np.broadcast_shapes(lead, start.shape)
+    starts_on_devices = [np.broadcast_to(start, lead) for start in starts]
     windows = []
     for device in np.ndindex(*lead):
         window = []
-        for start, size, n in zip(starts, sizes, shape, strict=True):
+        for start, size, n in zip(starts_on_devices, sizes, shape, strict=True):
             first = min(max(int(start[device]), 0), n - size)
             window.append(slice(first, first + size))
         windows.append(tuple(window))

@@ -50,7 +50,8 @@ def join_operands(field: Field, operands: Sequence[Operand], dim: int, new: bool
     """Operands stacked along a `new` dim, or concatenated along one of theirs."""
     if not any(isinstance(x, Exact) for x in operands):
         return join_arrays(operands, dim, new)
-    return join_exact([lift_operand(field, x) for x in operands], dim, new)
+    arrays = [lift_operand(field, x) for x in operands]
+    return join_exact(arrays, dim, new)
 
 
 def is_key(x: Any) -> bool:

@@ -131,8 +131,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "ge": comparisons.compare,
     "lt_to": comparisons.compare_totally,
     "le_to": comparisons.compare_totally,
-    "max": comparisons.take_larger,
-    "min": comparisons.take_larger,
+    "max": comparisons.take_extreme,
+    "min": comparisons.take_extreme,
     "abs": comparisons.absolute,
     "sign": comparisons.find_sign,
     "clamp": comparisons.clamp,
@@ -235,15 +235,18 @@ def _move_elements(scope: Scope, equation: Any, operands: Sequence[Operand]) -> 
     name = equation.primitive.name
     if name in MOVES_OF_ONE and len(operands) == 1:
         move = MOVES_OF_ONE[name]
-        return [operands[0].move(lambda part: move(part, 1 + scope.rank, equation))]
+        lead = 1 + scope.rank
+        return [operands[0].move(lambda part: move(part, lead, equation))]
     if name == "unstack":
-        dim = scope.rank + equation.params["axis"]
         [x] = operands
+        dim = scope.rank + equation.params["axis"]
         return [x.row(dim, i) for i in range(x.shape[dim])]
     if name == "concatenate":
-        return [join_operands(scope.field, operands, scope.rank + equation.params["dimension"])]
+        dim = scope.rank + equation.params["dimension"]
+        return [join_operands(scope.field, operands, dim)]
     if name == "stack":
-        return [join_operands(scope.field, operands, scope.rank + equation.params["axis"], new=True)]
+        dim = scope.rank + equation.params["axis"]
+        return [join_operands(scope.field, operands, dim, new=True)]
     # A select of one of two arrays has a rule: numpy's where.
     chooses_one_of_two = name == "select_n" and len(operands) == 3
     if name in MOVED_OPERANDS and not chooses_one_of_two:
@@ -258,8 +261,10 @@ def _is_outside(x: Operand) -> bool:
 
 def _has_complex(equation: Any) -> bool:
     """Whether an operand or a result is of complex numbers."""
-    variables = (*equation.invars, *equation.outvars)
-    return any(_is_complex(v.aval.dtype) for v in variables)
+    for variable in (*equation.invars, *equation.outvars):
+        if _is_complex(variable.aval.dtype):
+            return True
+    return False
 
 
 @cache

@@ -38,14 +38,14 @@ def make_words(data: np.ndarray) -> np.ndarray:
     """
     # threefry has two halves, so one word; rbg has four, and the second pair is hashed in.
     word = np.zeros(data.shape[:-1], np.uint64)
-    for number, half in enumerate(np.moveaxis(data, -1, 0)):
-        bits = half.astype(np.uint64)
-        if number % 2 == 0:
-            if number:
-                word = mix(word)
-            word = word ^ (bits << _HALF)
-        else:
-            word = word ^ bits
+    for number in range(data.shape[-1]):
+        half = data[..., number].astype(np.uint64)
+        is_upper = number % 2 == 0
+        if is_upper and number > 0:
+            word = mix(word)
+        if is_upper:
+            half = half << _HALF
+        word = word ^ half
     return word
 
 
@@ -99,8 +99,9 @@ def _hash_places(keys: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         keys = mix(keys, np.uint64(math.prod(shape)))
     # In the upper half of a word, so that no place equals the low bits of a seed.
     places = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) << _HALF
+    places = places.reshape(shape)
     keys = keys.reshape(keys.shape + (1,) * len(shape))
-    return np.asarray(mix(keys, places.reshape(shape)))
+    return np.asarray(mix(keys, places))
 
 
 def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -116,7 +117,8 @@ def apply_threefry(equation: Any, operands: Sequence[np.ndarray]) -> np.ndarray 
         return _hash_threefry(keys, operands[1].astype(np.uint64))
     shape = equation.params["shape"]
     places = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
-    words = _hash_threefry(keys.reshape(keys.shape + (1,) * len(shape)), places)
+    keys = keys.reshape(keys.shape + (1,) * len(shape))
+    words = _hash_threefry(keys, places)
     if name == "random_split":
         return words
     # As jax does it: of fewer than 64 bits both halves of a word are joined by xor.

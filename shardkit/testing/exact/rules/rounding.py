@@ -33,20 +33,22 @@ from shardkit.testing.exact.rules.scope import Scope
 # it is at the jump.
 _NEAR = 1e-6
 # If it is not, and nearer than this, it may be on either side of the jump: float64 does not tell.
-_ROUNDS = 1e-12
+_ROUNDING = 1e-12
 _LARGE = 2**31 - 1  # a bound of integers that no count or index reaches
+_ROUND: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
 
 
 def convert(scope: Scope, equation: Any, x: Exact) -> Operand:
     """convert_element_type: a cast to integers rounds real values, one to booleans is a comparison."""
+    field = scope.field
     new_dtype = equation.params["new_dtype"]
     if np.dtype(new_dtype).kind == "b":
-        return scope.decide(equation, find_keys(scope.field, x) != 0, x, scope.constant(0, like=x))
+        zero = scope.constant(0, like=x)
+        return scope.decide(equation, find_keys(field, x) != 0, x, zero)
     # A cast among floats, or of integers that are in the field (as bits), keeps the numbers.
     is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
     if not is_float or not jnp.issubdtype(new_dtype, jnp.integer):
         return x
-    field = scope.field
     x = to_number(field, x)
     if x.degree.total and field.settings.order is not None:
         return _truncate_in_an_order(scope, x)
@@ -61,13 +63,16 @@ def _saturate(scope: Scope, equation: Any, x: Exact, integers: np.ndarray) -> np
     Small bounds are comparisons. That a number is beyond those of int32 is overflow, of which a proof says nothing.
     """
     info = jnp.iinfo(equation.params["new_dtype"])
-    low, high = int(info.min), int(info.max)
+    low = int(info.min)
+    high = int(info.max)
     if low > -_LARGE:
         bound = scope.constant(low, like=x)
-        integers = np.where(scope.decide(equation, integers < low, x, bound, " from below"), low, integers)
+        is_below = scope.decide(equation, integers < low, x, bound, " from below")
+        integers = np.where(is_below, low, integers)
     if high < _LARGE:
         bound = scope.constant(high, like=x)
-        integers = np.where(scope.decide(equation, integers > high, x, bound, " from above"), high, integers)
+        is_above = scope.decide(equation, integers > high, x, bound, " from above")
+        integers = np.where(is_above, high, integers)
     return np.clip(integers, low, high)
 
 
@@ -78,13 +83,13 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
     x = to_number(field, x)
     if x.degree.total and field.settings.order is not None:
         return _round_in_an_order(scope, name, x)
-    functions: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil, "round": np.rint}
-    function = functions[name]
+    function = _ROUND[name]
     if equation.params.get("rounding_method") == lax.RoundingMethod.AWAY_FROM_ZERO:
         function = _round_away
     integers = _round_real(scope, equation, x, name, function)
-    # It counts as an input: it is another constant in another draw.
-    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)  # whose sign may be another one in another draw
+    # In another draw it is another constant, perhaps of another sign: it counts as an input.
+    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)
+    # NaN and infinity stay as they are.
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
 
 
@@ -109,17 +114,17 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
     jump = np.rint(real)
     if name == "round":
         jump = np.floor(real) + 0.5
-    # 2.9999999 is 3 if the number is: (x / 3) * 3 of an x that was drawn as 3. Else it is 2.
+    number_of_jump = field.lift(jump)
     size = np.maximum(np.abs(real), 1)
-    is_near = np.abs(real - jump) < _NEAR * size
-    is_there = is_near & find_equal(field, x, field.lift(jump))
+    distance = np.abs(real - jump)
+    is_at_jump = (distance < _NEAR * size) & find_equal(field, x, number_of_jump)
+    integers = function(np.where(is_at_jump, jump, real))
     if field.coverage is not None:
-        field.coverage.note_jump(field, equation, x, field.lift(jump))
-        is_rounded_there = ~is_there & (np.abs(real - jump) < _ROUNDS * size)
-        field.coverage.note_coincidence(field, equation, scope.line(equation), is_rounded_there & (x.poison == 0))
-    integers = function(np.where(is_there, jump, real))
-    if field.coverage is not None:
-        field.coverage.note_rounding(field, equation, scope.line(equation), x, integers)
+        line = scope.line(equation)
+        field.coverage.note_jump(field, equation, x, number_of_jump)
+        may_be_beyond = ~is_at_jump & (distance < _ROUNDING * size) & (x.poison == 0)
+        field.coverage.note_coincidence(field, equation, line, may_be_beyond)
+        field.coverage.note_rounding(field, equation, line, x, integers)
     return integers
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import (
     INFINITE,
@@ -52,8 +53,8 @@ class _Writing(NamedTuple):
         old = self._flatten(old)
         new = self._flatten(new)
         # One more element after the operand gets the updates that are out of bounds, and is dropped.
-        last = np.zeros((*old.shape[:2], 1), old.dtype)
-        result = np.concatenate([old, last], -1)
+        outside = np.zeros((*old.shape[:2], 1), old.dtype)
+        result = np.concatenate([old, outside], -1)
         devices = np.arange(len(self.places))[:, None]
         if adds:
             # Places may repeat: add.at adds all of them, where an assignment would keep one.
@@ -78,26 +79,23 @@ def scatter(scope: Scope, equation: Any, operand: Operand, indices: Known, updat
         raise UnsupportedError("scatter of a function, as `.at[...].apply`")
     indices = require_known(indices, equation.primitive.name)
     field = scope.field
-    operand = to_number(field, scope.lift_one(operand))
-    updates = to_number(field, scope.lift_one(updates))
-    writing = _find_writing(scope, equation, operand, indices, updates)
-    number = writing.write(operand.number, updates.number, adds)
-    real = writing.write(operand.real, updates.real, adds)
+    old = to_number(field, scope.lift_one(operand))
+    new = to_number(field, scope.lift_one(updates))
+    writing = _find_writing(scope, equation, old, indices, new)
+    number = writing.write(old.number, new.number, adds)
+    real = writing.write(old.real, new.real, adds)
     if adds:
         number = number % field.residues.primes_of(number)
-        facts = _add_facts(scope, writing, operand, updates)
+        facts = _add_facts(field, writing, old, new)
     else:  # an element that is written has the facts of its update
-        facts = writing.write(operand.facts, updates.facts, False)
-    degree = operand.degree.plus(updates.degree)
+        facts = writing.write(old.facts, new.facts, False)
+    degree = old.degree.plus(new.degree)
     return field.settle(Exact(number, facts, real, degree=degree))
 
 
 def _writes_its_update(body: Any) -> bool:
-    """Whether a scatter writes its updates as they are: its body, a function of old and new elements, returns the new.
-
-    jax leaves the body out where that is so from the start.
-    """
-    if body is None:
+    """Whether a scatter writes its updates as they are: its body, of old and new elements, returns the new ones."""
+    if body is None:  # jax leaves it out
         return True
     jaxpr = getattr(body, "jaxpr", body)
     return not jaxpr.eqns and jaxpr.outvars[0] is jaxpr.invars[1]
@@ -132,12 +130,13 @@ def _find_writing(scope: Scope, equation: Any, operand: Exact, indices: Known, u
         return lax.gather(places_of_elements, starts, gather_numbers, window_sizes, mode=mode, fill_value=size)
 
     # If operand, indices or updates differ between devices, there is a row of places for each device.
-    lead = np.broadcast_shapes(*(x.shape[:rank] for x in (operand, indices, updates)))
+    lead = np.broadcast_shapes(operand.shape[:rank], indices.shape[:rank], updates.shape[:rank])
     devices = math.prod(lead)
     index_shape = indices.shape[rank:]
-    indices = np.broadcast_to(indices, lead + index_shape).reshape(devices, *index_shape)
-    places = np.asarray(jax.vmap(read_places)(indices)).reshape(devices, -1)
-    return _Writing(lead, shape, places)
+    indices = np.broadcast_to(indices, lead + index_shape)
+    indices = indices.reshape(devices, *index_shape)
+    places = np.asarray(jax.vmap(read_places)(indices))
+    return _Writing(lead, shape, places.reshape(devices, -1))
 
 
 def _find_window_sizes(numbers: Any, shape: tuple[int, ...], update_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,29 +153,29 @@ def _find_window_sizes(numbers: Any, shape: tuple[int, ...], update_shape: tuple
     return tuple(sizes)
 
 
-def _add_facts(scope: Scope, writing: _Writing, operand: Exact, updates: Exact) -> np.ndarray:
+def _add_facts(field: Field, writing: _Writing, old: Exact, new: Exact) -> np.ndarray:
     """The facts of the sums of a scatter-add."""
-    facts = writing.write(operand.facts, updates.facts, False)
+    facts = writing.write(old.facts, new.facts, False)
     # Nothing here tells which updates reach an element: a sign is known only if all numbers have it.
-    facts[SIGN] = (operand.sign == 1).all() and (updates.sign == 1).all()
-    facts[USED] = max(operand.used.max(initial=0), updates.used.max(initial=0))
-    infinite = writing.write(_as_part(operand.infinite), _as_part(updates.infinite), True)
+    facts[SIGN] = (old.sign == 1).all() and (new.sign == 1).all()
+    facts[USED] = max(old.used.max(initial=0), new.used.max(initial=0))
+    infinite = writing.write(_as_part(old.infinite), _as_part(new.infinite), True)
     facts[INFINITE] = np.sign(infinite[0])
-    if not operand.special and not updates.special:
+    if not old.special and not new.special:
         return facts
 
-    def has_term(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """Whether a sum has at least one marked term, from masks of the elements of the operand and of the updates."""
-        counts = writing.write(_as_part(old), _as_part(new), True)
+    def has_term(marked_old: np.ndarray, marked_new: np.ndarray) -> np.ndarray:
+        """Whether a sum has at least one marked term: counts how many marks go to each element."""
+        counts = writing.write(_as_part(marked_old), _as_part(marked_new), True)
         return np.asarray(counts[0] > 0)
 
     # A sum is infinite if one of its terms is, and NaN if its terms are infinite with both signs.
-    plus = has_term(operand.infinite == TRULY, updates.infinite == TRULY)
-    minus = has_term(operand.infinite == -TRULY, updates.infinite == -TRULY)
+    plus = has_term(old.infinite == TRULY, new.infinite == TRULY)
+    minus = has_term(old.infinite == -TRULY, new.infinite == -TRULY)
     facts[INFINITE] = np.where(plus, TRULY, 0) + np.where(minus, -TRULY, 0)
-    poison = np.where(plus & minus, scope.field.undefined, 0)
+    poison = np.where(plus & minus, field.undefined, 0)
     for code in (NOT_A_NUMBER, OUTSIDE):
-        has_code = has_term(operand.poison == code, updates.poison == code)
+        has_code = has_term(old.poison == code, new.poison == code)
         poison = np.maximum(poison, np.where(has_code, code, 0))
     facts[POISON] = poison
     return facts

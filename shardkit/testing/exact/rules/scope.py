@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +33,20 @@ class Scope:
     def lift(self, *operands: Operand) -> list[Exact]:
         """Operands in the field, with dims that broadcast: scalars get dims of size 1 after the dims of the mesh."""
         # On a mesh of two devices, a scalar [2] and an array [1] + [4, 3] become [2] + [1, 1] and [1] + [4, 3].
-        arrays = [self.lift_one(x) for x in operands]
-        dims = max(len(x.shape) for x in arrays)
-        return [self._pad_dims(x, dims) for x in arrays]
+        arrays = []
+        most = 0
+        for operand in operands:
+            x = self.lift_one(operand)
+            arrays.append(x)
+            most = max(most, len(x.shape))
+        return [self._pad_dims(x, most) for x in arrays]
 
     def lift_one(self, x: Operand) -> Exact:
         """An operand in the field, as it is."""
         return lift_operand(self.field, x)
 
     def _pad_dims(self, x: Exact, dims: int) -> Exact:
+        """An array with `dims` dims, of which the new ones have size 1."""
         if len(x.shape) == dims:
             return x
         return x.move(lambda part: self.pad_part(part, dims))
@@ -47,36 +54,53 @@ class Scope:
     def pad_part(self, part: np.ndarray, dims: int) -> np.ndarray:
         """[components, *mesh, 1, ..., *shape]: a part of an array, with dims of size 1 up to `dims` in all."""
         lead = 1 + self.rank
-        missing = 1 + dims - part.ndim
-        return part.reshape(part.shape[:lead] + (1,) * missing + part.shape[lead:])
+        ones = (1,) * (1 + dims - part.ndim)
+        return part.reshape(part.shape[:lead] + ones + part.shape[lead:])
 
     def constant(self, value: float, like: Exact) -> Exact:
         """A constant that broadcasts against an array."""
-        return self.field.lift(np.full((1,) * len(like.shape), value, np.float32))
+        ones = (1,) * len(like.shape)
+        return self.field.lift(np.full(ones, value, np.float32))
 
     def decide(self, equation: Any, truth: np.ndarray, x: Exact, y: Exact, part: str = "") -> Known:
         """The outcome of a comparison of x and y, noted, and marked as one that follows from floats.
 
         `part` names one of several comparisons that an equation makes, as a clamp does.
         """
+        field = self.field
         # There is no coverage in a search for a line, and in tests of single rules.
-        if self.field.coverage is not None:
-            self.field.coverage.note(self.field, equation, self.line(equation), truth, (x, y), part)
-        # A search for comparisons that no result shows runs the program with another answer here: for some elements, or
-        # only where both numbers are equal (`hidden.py`).
-        turned = self.field.choices.turned.get((id(equation), part))
+        if field.coverage is not None:
+            field.coverage.note(field, equation, self.line(equation), truth, (x, y), part)
         truth = np.asarray(truth)
-        if isinstance(turned, str):
-            truth = truth ^ find_equal(self.field, x, y)
+        # A search for comparisons that no result shows runs the program with another answer here (`hidden.py`).
+        turned = field.choices.turned.get((id(equation), part))
+        if isinstance(turned, str):  # TIES: where both numbers are equal
+            truth = truth ^ find_equal(field, x, y)
         elif turned is not None and turned.shape in ((), truth.shape):  # an equation may run for other shapes
             truth = truth ^ turned
-        return self.field.marks.add(truth, decision=True)
+        return field.marks.add(truth, decision=True)
 
     def choose(self, equation: Any, chosen: np.ndarray, x: Exact, part: str = "") -> None:
         """Notes which elements of x an equation chose among others, as the largest of a row."""
         if self.field.coverage is not None and x.degree.total:
             asked = (x.poison == 0) & (x.infinite == 0)
             self.field.coverage.note_choice(self.field, equation, self.line(equation), chosen, asked, part)
+
+    def choose_extremes(
+        self, equation: Any, x: Exact, keys: np.ndarray, dims: Sequence[int], largest: bool, part: str = ""
+    ) -> None:
+        """Notes which elements of x have the largest, or smallest, key along some dims.
+
+        Worked example: the keys [[0.3, 2.1, -1.0]] along dim 1. Of the largest it is noted as [[no, yes, no]].
+        """
+        # Of one element no other could have been chosen.
+        if self.field.coverage is None or math.prod(x.shape[dim] for dim in dims) < 2:
+            return
+        if largest:
+            extreme_keys = keys.max(tuple(dims), keepdims=True)
+        else:
+            extreme_keys = keys.min(tuple(dims), keepdims=True)
+        self.choose(equation, keys == extreme_keys, x, part)
 
     def divide_by(self, equation: Any, x: Exact) -> None:
         """Notes the divisor of an equation, or the argument of its logarithm, which must not be zero."""

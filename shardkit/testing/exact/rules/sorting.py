@@ -24,25 +24,26 @@ def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
     The places are [1, 2, 0], so the results are [a, b, c] and [1, 2, 0].
     """
     dim = scope.rank + equation.params["dimension"]
-    key_operands = operands[: equation.params["num_keys"]]
     # An operand that is the same on all devices is sorted in another way on each, if the keys differ between them.
-    shape = np.broadcast_shapes(*(x.shape for x in operands))
+    shapes = [x.shape for x in operands]
+    shape = np.broadcast_shapes(*shapes)
     keys = []
-    for x in key_operands:
+    follows_floats = False
+    for x in operands[: equation.params["num_keys"]]:
         key = np.asarray(x)
         if isinstance(x, Exact):
             key = find_keys(scope.field, x)
             _note_order(scope, equation, x, key, dim)
+            follows_floats = True
         keys.append(np.moveaxis(np.broadcast_to(key, shape), dim, -1))
     keys.reverse()  # numpy's lexsort sorts by the last key first
     places = np.moveaxis(np.lexsort(keys, -1), -1, dim)
-    sorted_by_floats = any(isinstance(x, Exact) for x in key_operands)
     marks = scope.field.marks
     results = []
     for x in operands:
         result = _take_along(x, places, dim, shape)
         # Integers that are sorted by floats follow from these, as the permutation of an argsort does.
-        if sorted_by_floats and not isinstance(result, Exact):
+        if follows_floats and not isinstance(result, Exact):
             marks.add(result, natural=marks.is_natural(x))
         results.append(result)
     return results
@@ -51,11 +52,12 @@ def sort(scope: Scope, equation: Any, *operands: Operand) -> list[Operand]:
 def take_top(scope: Scope, equation: Any, x: Exact) -> list[Operand]:
     """top_k, and approx_top_k as if it missed none: the largest elements, and their places."""
     params = equation.params
-    dims = len(x.shape) - scope.rank
-    last = params.get("reduction_dimension", dims - 1)
-    dim = scope.rank + params.get("axis", last) % dims
     if not params.get("aggregate_to_topk", True):
         raise UnsupportedError("approx_top_k with aggregate_to_topk=False")
+    # The dim has another name in either primitive, and none in older versions of top_k, which take the last one.
+    dims = len(x.shape) - scope.rank
+    dim_of_array = params.get("axis", params.get("reduction_dimension", dims - 1))
+    dim = scope.rank + dim_of_array % dims
     keys = find_keys(scope.field, x)
     if not params.get("is_max_k", True):
         keys = -keys
@@ -74,16 +76,19 @@ def _note_order(scope: Scope, equation: Any, x: Exact, keys: np.ndarray, dim: in
     if n < 2:
         return
     if n > _MOST_COMPARED:
-        scope.choose(equation, keys == keys.max(dim, keepdims=True), x, " largest")
-        scope.choose(equation, keys == keys.min(dim, keepdims=True), x, " smallest")
+        scope.choose_extremes(equation, x, keys, [dim], True, " largest")
+        scope.choose_extremes(equation, x, keys, [dim], False, " smallest")
         return
+    # Of [a, b, c] rolled by 1, which is [c, a, b]: whether a > c, b > a and c > b.
     for distance in range(1, n):
-        scope.choose(equation, keys > np.roll(keys, distance, dim), x, f" by {distance}")
+        is_larger = keys > np.roll(keys, distance, dim)
+        scope.choose(equation, is_larger, x, f" by {distance}")
 
 
 def sort_by(keys: np.ndarray, x: Operand, dim: int) -> Operand:
     """The elements of an operand along a dim, in the order of their keys."""
-    return _take_along(x, np.argsort(keys, dim, kind="stable"), dim, keys.shape)
+    places = np.argsort(keys, dim, kind="stable")
+    return _take_along(x, places, dim, keys.shape)
 
 
 def _take_along(x: Operand, places: np.ndarray, dim: int, shape: Sequence[int]) -> Operand:

@@ -64,19 +64,8 @@ def _list_window_dims(
     steps: Sequence[int],
 ) -> list[WindowDim]:
     """The windows along each dim, from the parameters of an equation, which list a number for every dim."""
-    dims = []
-    for number in range(len(sizes)):
-        dim = WindowDim(
-            size=sizes[number],
-            windows=windows[number],
-            reads=reads[number],
-            stride=strides[number],
-            padding=paddings[number],
-            spread=spreads[number],
-            step=steps[number],
-        )
-        dims.append(dim)
-    return dims
+    columns = zip(sizes, windows, reads, strides, paddings, spreads, steps, strict=True)
+    return [WindowDim(*column) for column in columns]
 
 
 def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
@@ -84,7 +73,8 @@ def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
     places = np.zeros((1, 1), np.int64)
     is_inside = np.ones((1, 1), bool)
     for dim in dims:
-        # Positions count from the first element, in steps of one; elements stand `spread` apart.
+        # Positions count from the first element, in steps of one; elements stand `spread` apart. In the example above
+        # the windows begin at -1 and 1, and read the positions [[-1, 0, 1], [1, 2, 3]].
         starts = np.arange(dim.windows) * dim.stride - dim.padding[0]
         offsets = np.arange(dim.reads) * dim.step
         positions = starts[:, None] + offsets
@@ -107,7 +97,11 @@ def find_places(dims: Sequence[WindowDim]) -> np.ndarray:
 
 def _reshape(x: Exact, lead: int, shape: Sequence[int]) -> Exact:
     """Another shape of the dims after the first `lead`."""
-    return x.move(lambda part: part.reshape((*part.shape[: 1 + lead], *shape)))
+
+    def reshape(part: np.ndarray) -> np.ndarray:
+        return part.reshape(*part.shape[: 1 + lead], *shape)
+
+    return x.move(reshape)
 
 
 def _flatten(x: Exact, lead: int) -> Exact:
@@ -118,19 +112,30 @@ def _flatten(x: Exact, lead: int) -> Exact:
 def _transpose(x: Exact, lead: int, order: Sequence[int]) -> Exact:
     """The dims after the first `lead` in another order."""
     first = 1 + lead  # after the components and the mesh
-    dims = [first + dim for dim in order]
-    return x.move(lambda part: part.transpose(*range(first), *dims))
+    dims = [*range(first), *(first + dim for dim in order)]
+    return x.move(lambda part: part.transpose(dims))
 
 
 def _append(field: Field, x: Exact, filling: float) -> Exact:
     """One element more along the last dim."""
-    last = field.lift(np.full((1,) * len(x.shape), filling, np.float32))
-    return join_exact([x, last], len(x.shape) - 1, new=False)
+    dims = len(x.shape)
+    last = field.lift(np.full((1,) * dims, filling, np.float32))
+    return join_exact([x, last], dims - 1, new=False)
 
 
 def _read_windows(field: Field, x: Exact, places: np.ndarray, filling: float) -> Exact:
     """The elements that windows over the last dim read: [..., windows, elements of a window]."""
-    return _append(field, x, filling).move(lambda part: np.take(part, places, -1))
+    return _take_places(_append(field, x, filling), places)
+
+
+def _take_places(x: Exact, places: np.ndarray) -> Exact:
+    """The elements at places along the last dim, the same on all devices."""
+    return x.move(lambda part: np.take(part, places, -1))
+
+
+def _take_on_devices(scope: Scope, x: Exact, places: np.ndarray) -> Exact:
+    """The elements at places along the last dim, other ones on each device."""
+    return x.move(partial(take_elements, places=places, rank=scope.rank))
 
 
 # Convolutions
@@ -150,18 +155,27 @@ def convolve(scope: Scope, equation: Any, x: Operand, kernel: Operand) -> Exact:
     # The equation names the dims; from here on they are [N, C, *sizes], [F, C, *window] and [N, F, *windows].
     images = _transpose(to_number(field, x), rank, numbers.lhs_spec)
     kernel = _transpose(to_number(field, kernel), rank, numbers.rhs_spec)
-    result_shape = [equation.outvars[0].aval.shape[dim] for dim in numbers.out_spec]
-    places = _find_convolved_places(params, images.shape[rank + 2 :], result_shape[2:], kernel.shape[rank + 2 :])
-    groups = params["batch_group_count"] * params["feature_group_count"]
-    features = result_shape[1] // groups  # of one group
+    shape = equation.outvars[0].aval.shape
+    result_shape = [shape[dim] for dim in numbers.out_spec]
+    examples, all_features, *windows = result_shape
+    sizes = images.shape[rank + 2 :]
+    reads = kernel.shape[rank + 2 :]
+    places = _find_convolved_places(params, sizes, windows, reads)
+    example_groups = params["batch_group_count"]
+    feature_groups = params["feature_group_count"]
+    groups = example_groups * feature_groups
+    features = all_features // groups  # of one group
 
     # [groups, examples * windows, contracted] @ [groups, contracted, features of one group]
-    patches = _read_patches(scope, images, places, params["batch_group_count"], params["feature_group_count"])
+    patches = _read_patches(scope, images, places, example_groups, feature_groups)
     weights = _reshape(kernel, rank, (groups, features, patches.shape[-1]))
-    product = matmul(field, patches, _transpose(weights, rank, (0, 2, 1)))
-    # Back: [examples, groups, features of one group, windows] is [N, F, *windows].
-    product = _reshape(product, rank, (groups, result_shape[0], len(places), features))
-    product = _reshape(_transpose(product, rank, (1, 0, 3, 2)), rank, result_shape)
+    weights = _transpose(weights, rank, (0, 2, 1))
+    product = matmul(field, patches, weights)
+    # Back: [groups, N, windows, features of one group] becomes [N, groups, features of one group, windows], which is
+    # [N, F, *windows].
+    product = _reshape(product, rank, (groups, examples, len(places), features))
+    product = _transpose(product, rank, (1, 0, 3, 2))
+    product = _reshape(product, rank, result_shape)
     return _transpose(product, rank, np.argsort(numbers.out_spec).tolist())
 
 
@@ -176,7 +190,7 @@ def _read_patches(scope: Scope, images: Exact, places: np.ndarray, example_group
     examples = images.shape[rank] // example_groups
     channels = images.shape[rank + 1] // feature_groups
     groups = example_groups * feature_groups
-    # [*mesh, N, C, windows, elements of one]
+    # [*mesh, N, C, windows, elements of a window]
     elements = _read_windows(scope.field, _flatten(images, rank + 2), places, 0.0)
     elements = _reshape(elements, rank, (example_groups, examples, feature_groups, channels, windows, reads))
     # Groups first, then examples and windows, then what a product sums over: channels and elements.
@@ -221,22 +235,33 @@ def _find_pooled_places(equation: Any, array: Any, windows: Any) -> np.ndarray:
 
 
 def _shape_as_result(scope: Scope, equation: Any, x: Exact) -> Exact:
+    """The shape of an equation's result."""
     return _reshape(x, scope.rank, equation.outvars[0].aval.shape)
+
+
+def _read_pooled(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
+    """The elements that a pooling reads, [*mesh, windows, elements of a window]."""
+    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
+    return _take_places(_list_elements(scope, x, _NEUTRAL[by]), places)
+
+
+def _list_elements(scope: Scope, x: Exact, filling: float) -> Exact:
+    """The elements of an array in a row, and one more that stands for padding: [*mesh, elements + 1]."""
+    return _append(scope.field, _flatten(x, scope.rank), filling)
 
 
 def add_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_window_sum."""
-    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    elements = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["add"])
-    return _shape_as_result(scope, equation, sum_dims(scope.field, elements, [scope.rank + 1]))
+    elements = _read_pooled(scope, equation, x, "add")
+    sums = sum_dims(scope.field, elements, [scope.rank + 1])
+    return _shape_as_result(scope, equation, sums)
 
 
 def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
     """The product of the elements of each window, factor by factor."""
-    places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    # [*mesh, windows, elements of a window]: one element of all windows is a factor at a time.
-    elements = _read_windows(scope.field, _flatten(x, scope.rank), places, _NEUTRAL["mul"])
+    elements = _read_pooled(scope, equation, x, "mul")
     dim = scope.rank + 1
+    # One element of all windows is a factor at a time.
     product = elements.row(dim, 0)
     for i in range(1, elements.shape[dim]):
         product = multiply(scope.field, product, elements.row(dim, i))
@@ -245,9 +270,8 @@ def _multiply_windows(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 def take_extremes(scope: Scope, equation: Any, x: Exact) -> Exact:
     """reduce_window_max and reduce_window_min."""
-    if equation.primitive.name == "reduce_window_max":
-        return _take_extremes(scope, equation, x, "max")
-    return _take_extremes(scope, equation, x, "min")
+    by = equation.primitive.name.removeprefix("reduce_window_")
+    return _take_extremes(scope, equation, x, by)
 
 
 def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
@@ -255,18 +279,18 @@ def _take_extremes(scope: Scope, equation: Any, x: Exact, by: str) -> Exact:
 
     Keys say which element it is; the element itself, with its residues, is taken from its place.
     """
-    padding = _NEUTRAL[by]
+    filling = _NEUTRAL[by]
     places = _find_pooled_places(equation, equation.invars[0], equation.outvars[0])
-    keys = _read_keys(scope, x, places, padding)
-    if by == "max":
+    keys = _read_keys(scope, x, places, filling)
+    largest = by == "max"
+    if largest:
         chosen = keys.argmax(-1)
     else:
         chosen = keys.argmin(-1)
-    elements = _flatten(to_number(scope.field, x), scope.rank)
-    source = _append(scope.field, elements, padding)
-    if keys.shape[-1] > 1:
-        extreme_keys = np.take_along_axis(keys, chosen[..., None], -1)
-        scope.choose(equation, keys == extreme_keys, source.move(lambda part: np.take(part, places, -1)))
+    source = _list_elements(scope, to_number(scope.field, x), filling)
+    if scope.field.coverage is not None:
+        elements = _take_places(source, places)
+        scope.choose_extremes(equation, elements, keys, [keys.ndim - 1], largest)
     extremes = _take_on_devices(scope, source, _choose_places(places, chosen))
     return _shape_as_result(scope, equation, extremes)
 
@@ -279,8 +303,9 @@ def _read_keys(scope: Scope, x: Operand, places: np.ndarray, filling: float) -> 
         keys = np.asarray(x, np.float64)
     # [*mesh, elements], with the key of the padding after them.
     keys = keys.reshape(*keys.shape[: scope.rank], -1)
-    last = np.full((*keys.shape[:-1], 1), filling)
-    return np.concatenate([keys, last], -1)[..., places]
+    key_of_padding = np.full((*keys.shape[:-1], 1), filling)
+    keys = np.concatenate([keys, key_of_padding], -1)
+    return keys[..., places]
 
 
 def _choose_places(places: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -289,29 +314,24 @@ def _choose_places(places: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return np.take_along_axis(places, chosen[..., None], -1)[..., 0]
 
 
-def _take_on_devices(scope: Scope, x: Exact, places: np.ndarray) -> Exact:
-    """Elements along the last dim, at other places on each device."""
-    return x.move(partial(take_elements, places=places, rank=scope.rank))
-
-
 def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
     """reduce_window by a sum, product, maximum or minimum of a window and the number that it begins with."""
     field = scope.field
-    name = _find_reducer(equation.params["jaxpr"])
-    if len(operands) != 2 or name not in _NEUTRAL:
-        raise UnsupportedError(f"reduce_window by {name}")
-    x = scope.lift_one(operands[0])
+    by = _find_reducer(equation.params["jaxpr"])
+    if len(operands) != 2 or by not in _NEUTRAL:
+        raise UnsupportedError(f"reduce_window by {by}")
+    array, start = operands
+    x = scope.lift_one(array)
     ones = (1,) * len(equation.outvars[0].aval.shape)
-    first = _reshape(scope.lift_one(operands[1]), scope.rank, ones)
-    first = to_number(field, first)
-    if name == "add":
+    first = to_number(field, _reshape(scope.lift_one(start), scope.rank, ones))
+    if by == "add":
         return add(field, add_windows(scope, equation, x), first)
-    if name == "mul":
+    if by == "mul":
         return multiply(field, _multiply_windows(scope, equation, x), first)
-    extremes = _take_extremes(scope, equation, x, name)
+    extremes = _take_extremes(scope, equation, x, by)
     keys = find_keys(field, extremes)
     key_of_first = find_keys(field, first)
-    if name == "max":
+    if by == "max":
         stays = keys >= key_of_first
     else:
         stays = keys <= key_of_first
@@ -321,9 +341,11 @@ def reduce_windows(scope: Scope, equation: Any, *operands: Operand) -> Exact:
 
 
 def _find_reducer(body: Any) -> str:
-    """The primitive that joins two numbers."""
-    if len(body.eqns) == 1 and all(v in body.eqns[0].invars for v in body.invars):
-        return body.eqns[0].primitive.name
+    """The primitive that joins two numbers: both arguments of the body are operands of its only equation."""
+    if len(body.eqns) == 1:
+        [equation] = body.eqns
+        if all(variable in equation.invars for variable in body.invars):
+            return equation.primitive.name
     return "another function"
 
 
@@ -345,25 +367,31 @@ def scatter_to_extremes(scope: Scope, equation: Any, source: Operand, x: Operand
         terms             [[0, v, 0, 0], [0, u, 0, w]]
         sum               [0, u + v, 0, w]
     """
-    field = scope.field
     # The first operand has a value for each window, the second one is the array that was pooled.
     of_windows, array = equation.invars
     places = _find_pooled_places(equation, array, of_windows)
     extremes = _find_first_extremes(scope, equation, x, places)
     size = math.prod(array.aval.shape)
+    # Windows are numbered from 0. `no_window` is one more, whose value is 0, and whose extreme is no element.
     no_window = len(places)
-    windows = np.full((places.shape[1], size + 1), no_window)  # [j, element]
-    for j, places_of_j in enumerate(places.T):
-        windows[j, places_of_j] = np.arange(no_window)
-    windows = windows[:, :size]  # without the padding
-    # `no_window` has no extreme: `size` is the place of no element.
-    none = np.full((*extremes.shape[:-1], 1), size)
-    extremes = np.concatenate([extremes, none], -1)
+    windows = _number_windows(places, size, no_window)
+    no_element = np.full((*extremes.shape[:-1], 1), size)
+    extremes = np.concatenate([extremes, no_element], -1)
     # [*mesh, j, element]: whether the element is the extreme of the window in which it is the j-th.
     is_extreme = extremes[..., windows] == np.arange(size)
-    values = _append(field, _flatten(scope.lift_one(source), scope.rank), 0.0)
+    values = _list_elements(scope, scope.lift_one(source), 0.0)
     terms = _take_on_devices(scope, values, np.where(is_extreme, windows, no_window))
-    return _shape_as_result(scope, equation, sum_dims(field, terms, [scope.rank]))
+    sums = sum_dims(scope.field, terms, [scope.rank])
+    return _shape_as_result(scope, equation, sums)
+
+
+def _number_windows(places: np.ndarray, size: int, no_window: int) -> np.ndarray:
+    """int64 [j, element]: the window of which the element is the j-th; `no_window` if there is none."""
+    # One more element is the padding, which is dropped.
+    windows = np.full((places.shape[1], size + 1), no_window)
+    for j, places_of_j in enumerate(places.T):
+        windows[j, places_of_j] = np.arange(len(places))
+    return windows[:, :size]
 
 
 def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Operand) -> Exact:
@@ -373,8 +401,9 @@ def gather_from_extremes(scope: Scope, equation: Any, tangents: Operand, x: Oper
     """
     places = _find_pooled_places(equation, equation.invars[1], equation.outvars[0])
     extremes = _find_first_extremes(scope, equation, x, places)
-    source = _append(scope.field, _flatten(scope.lift_one(tangents), scope.rank), 0.0)
-    return _shape_as_result(scope, equation, _take_on_devices(scope, source, extremes))
+    source = _list_elements(scope, scope.lift_one(tangents), 0.0)
+    tangents_of_extremes = _take_on_devices(scope, source, extremes)
+    return _shape_as_result(scope, equation, tangents_of_extremes)
 
 
 def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.ndarray) -> np.ndarray:
@@ -383,25 +412,29 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
     It is noted as a comparison of all elements of a window with the chosen one, as in the gradient of `reduce_max`.
     """
     largest = equation.params["select_prim"].name == "ge"
-    filling = _NEUTRAL["min"]
     if largest:
         filling = _NEUTRAL["max"]
+    else:
+        filling = _NEUTRAL["min"]
     keys = _read_keys(scope, x, places, filling)
     chosen = np.zeros(keys.shape[:-1], int)
     best = keys[..., 0]
     for j in range(1, keys.shape[-1]):
         key = keys[..., j]
         # The first of equal keys stays.
-        stays = best >= key if largest else best <= key
+        if largest:
+            stays = best >= key
+        else:
+            stays = best <= key
         chosen = np.where(stays, chosen, j)
         best = np.where(stays, best, key)
     extremes = _choose_places(places, chosen)
     if isinstance(x, Exact) and scope.field.coverage is not None:
-        flat = _flatten(to_number(scope.field, x), scope.rank)
-        source = _append(scope.field, flat, filling)
-        elements = source.move(lambda part: np.take(part, places, -1))
-        extreme = _take_on_devices(scope, source, extremes[..., None])
-        scope.decide(equation, chosen[..., None] == np.arange(places.shape[1]), elements, extreme)
+        source = _list_elements(scope, to_number(scope.field, x), filling)
+        elements = _take_places(source, places)
+        extreme_elements = _take_on_devices(scope, source, extremes[..., None])
+        is_chosen = chosen[..., None] == np.arange(places.shape[1])
+        scope.decide(equation, is_chosen, elements, extreme_elements)
     return extremes
 
 
@@ -411,15 +444,16 @@ def _find_first_extremes(scope: Scope, equation: Any, x: Operand, places: np.nda
 def cumulate_logs(scope: Scope, equation: Any, x: Exact) -> Exact:
     """cumlogsumexp: logarithms of sums of exps, by windows that end, or begin, at each element."""
     field = scope.field
-    dim = 1 + scope.rank + equation.params["axis"]
-    size = x.shape[dim - 1]
+    dim = scope.rank + equation.params["axis"]
+    size = x.shape[dim]
     # Window i reads elements 0 to i, and padding before them; a reverse one i to the end. Worked example, of three
     # elements: the places [[3, 3, 0], [3, 0, 1], [0, 1, 2]], where 3 is the padding, whose exp is 0.
     padding = (size - 1, 0)
     if equation.params["reverse"]:
         padding = (0, size)
     places = find_places([WindowDim(size, size, size, padding=padding)])
-    powers = exp(field, x).move(lambda part: np.moveaxis(part, dim, -1))
-    terms = _read_windows(field, powers, places, 0.0)
+    dim_of_part = 1 + dim  # behind the components
+    exps = exp(field, x).move(lambda part: np.moveaxis(part, dim_of_part, -1))
+    terms = _read_windows(field, exps, places, 0.0)
     sums = sum_dims(field, terms, [len(x.shape)])
-    return log(field, sums).move(lambda part: np.moveaxis(part, -1, dim))
+    return log(field, sums).move(lambda part: np.moveaxis(part, -1, dim_of_part))
