@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,12 +44,33 @@ def _make_constant(reader: BlockReader, operation: Any) -> Any:
     if value.is_splat:
         number = value.get_splat_value().value
         x = np.full(shape, number, dtype)
-    elif dtype == jnp.bfloat16:
-        # numpy cannot read a buffer of this dtype, so that its numbers are read one by one.
-        x = np.asarray(list(value), np.float32).astype(dtype).reshape(shape)
+    elif np.dtype(dtype).isbuiltin != _OF_NUMPY:
+        x = _read_printed(str(value), dtype).reshape(shape)
     else:
         x = np.asarray(value, dtype).reshape(shape)
     return reader.vary(x)
+
+
+_OF_NUMPY = 1  # bfloat16, int4 and the floats of 8 bits are dtypes of another package
+
+
+def _read_printed(text: str, dtype: Any) -> np.ndarray:
+    """The numbers of a constant as MLIR prints it: of some dtypes jaxlib gives no buffer.
+
+    Worked example, in bfloat16: `dense<[1.0, -2.5, 0x7F80]> : tensor<3xbf16>` is 1, -2.5 and infinity, of which 7f80
+    are the bits. Of more than a hundred numbers the bytes are printed, the low one first: `dense<"0x803F20C0...">`.
+    """
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    printed, _, _ = text.removeprefix("dense<").partition(">")
+    if printed.startswith('"0x'):
+        return np.frombuffer(bytes.fromhex(printed[3:-1]), bits).view(dtype)
+    numbers = []
+    for word in re.findall(r"[^\[\], ]+", printed):
+        if word.startswith("0x"):
+            numbers.append(np.asarray(int(word, 16), bits).view(dtype))
+        else:
+            numbers.append(np.asarray(float(word)).astype(dtype))
+    return np.asarray(numbers, dtype)
 
 
 def _make_iota(reader: BlockReader, operation: Any) -> Any:
