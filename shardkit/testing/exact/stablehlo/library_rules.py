@@ -32,7 +32,7 @@ def _call_library(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     function = LIBRARY.get(target)
     if function is None:
         raise UnreadableError(f"custom_call to {target}")
-    if target != _END and any(is_unreadable(x) for x in operands):
+    if target != _END and any(map(is_unreadable, operands)):
         raise _refuse(operation, "a library's workspace")
     return [function(reader, operation, *operands)]
 

@@ -30,19 +30,21 @@ def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
     changes fastest, so that the array is stored as its transpose [3, 2]. The six elements of the result are those of
     the transpose, row by row.
     """
+    # The dims in the order in which they are stored, the slowest first.
     source = read_integers(operation, "source_layout")[::-1]
     target = read_integers(operation, "result_layout")[::-1]
     shape = read_shape(operation)
     dtype = read_dtype(operation)
     if np.dtype(x.dtype) != np.dtype(dtype):
         x = lax.bitcast_convert_type(x, dtype)
+    # Steps that change nothing are left out, so that they are no equations that a message could name.
     if source != tuple(range(len(source))):
         x = lax.transpose(x, source)
-    stored = tuple(shape[dim] for dim in target)
-    if np.shape(x) != stored:
-        x = lax.reshape(x, stored)
+    stored_shape = tuple(shape[dim] for dim in target)
+    if np.shape(x) != stored_shape:
+        x = lax.reshape(x, stored_shape)
     if target != tuple(range(len(target))):
-        x = lax.transpose(x, tuple(int(n) for n in np.argsort(target)))
+        x = lax.transpose(x, np.argsort(target).tolist())
     return x
 
 
@@ -76,10 +78,12 @@ def _concatenate(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _pad(reader: BlockReader, operation: Any, x: Any, filling: Any) -> Any:
+    """Padding before, behind and between elements: [1, 2] with 1, 0 and 2 of 7 is [7, 1, 7, 7, 2]."""
     low = read_integers(operation, "edge_padding_low")
     high = read_integers(operation, "edge_padding_high")
     between = read_integers(operation, "interior_padding")
-    return lax.pad(x, filling, list(zip(low, high, between, strict=True)))
+    padding = list(zip(low, high, between, strict=True))
+    return lax.pad(x, filling, padding)
 
 
 def _slice_dynamically(reader: BlockReader, operation: Any, x: Any, *starts: Any) -> Any:
@@ -119,7 +123,8 @@ def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
         start_indices_batching_dims=tuple(attribute.start_indices_batching_dims),
     )
     sizes = read_integers(operation, "slice_sizes")
-    # A module clamps indices out of bounds. A gather of jax that fills them is a clamped one, and a select behind it.
+    # A module clamps indices out of bounds: of 8 rows the index 9 reads row 7. A gather of jax that fills them is a
+    # clamped one in a module, and a select behind it.
     clamped = lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
     if operation.results[0] not in reader.promised:
         return clamped
@@ -142,9 +147,11 @@ def _put_vector_last(indices: Any, dim: int) -> Any:
 
 
 def _scatter(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """A scatter of one array that writes updates, or adds them."""
-    count = len(operands) // 2
-    if count != 1:
+    """A scatter of one array that writes updates, or adds them.
+
+    Worked example, of an add: x = [0, 0, 0] with the indices [[2], [0], [2]] and the updates [5, 6, 7] is [6, 0, 12].
+    """
+    if len(operands) != 3:  # of n arrays: 2 n + 1
         raise UnreadableError("scatter of several arrays")
     x, indices, updates = operands
     attribute = compat.hlo_dimensions("Scatter", operation.attributes["scatter_dimension_numbers"])
