@@ -12,7 +12,7 @@ from __future__ import annotations
 from shardkit.analysis.hlo.groups import COLLECTIVE_DEVICES, IOTA, LISTS, MESH_AXES
 from shardkit.analysis.hlo.proto import read_groups
 from shardkit.analysis.hlo.protobuf import message, write_field
-from shardkit.testing.exact.stablehlo.instructions import WrittenComputation
+from shardkit.testing.exact.stablehlo.instructions import WrittenComputation, write_fields
 
 
 def list_groups(computation: WrittenComputation) -> None:
@@ -31,8 +31,8 @@ def list_groups(computation: WrittenComputation) -> None:
         if not groups:
             continue
         for group in groups:
-            devices = [write_field(_DEVICE, device) for device in group]
-            fields.append((LISTS, write_field(LISTS, b"".join(devices))))
+            devices = b"".join(write_fields(_DEVICE, group))
+            fields.append((LISTS, write_field(LISTS, devices)))
         instruction.others = fields
 
 
