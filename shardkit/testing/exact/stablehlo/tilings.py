@@ -172,7 +172,7 @@ def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
 
 
 def _read_order(shape: bytes) -> tuple[int, ...]:
-    """The dims in the order of a layout, the slowest first: (1, 0) of f32[16,256]{0,1}, in which dim 0 is the fastest."""
+    """The dims in the order of a layout, the slowest first: of f32[16,256]{0,1}, where dim 0 is the fastest, (1, 0)."""
     fields = message(shape)
     if _LAYOUT not in fields:
         return tuple(range(len(integers(fields, _DIMS))))
