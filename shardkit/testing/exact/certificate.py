@@ -93,6 +93,7 @@ def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] =
     inputs = []
     for x in jax.tree.leaves(shapes):
         inputs.append(f"{x.dtype}{list(x.shape)}")
+    # What this proof assumes beyond the others: it is told only where it was used.
     assumptions = [*assumed, *describe_folded_constants(evidence)]
     if field.notes.logs:
         assumptions.append(POSITIVE)
@@ -154,6 +155,7 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
         sentences.append(sentence)
     if evidence.lacks_floats:
         sentences.append("rare inputs were not looked for in floats: jax cannot run these programs for many at once")
+    # Random orders take a comparison both ways. Without them nothing but the draws tells what it may change.
     if not evidence.orders:
         for decision in evidence.foreign:
             place = f"{decision.what} at {decision.line}"

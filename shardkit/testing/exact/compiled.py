@@ -102,12 +102,14 @@ def assert_compiled_equal(
         )
     _check_on_this_process(where, args)
     traced = _trace(function, args, topology)
+    # A step takes (state, batch), and the program that it traces (state, key, batch). The proof is of the program.
     args_of_call = args
     if isinstance(function, Step):
         args, reference = _keep_key_outside(args, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
     check_values(where, args)
+    # What the compiled program must equal: the trace, or the reference.
     side: Any = traced.jaxpr
     check_size(where, [side], points, _DRAWS)  # a large program takes long to compile, too
     leaves = jax.tree.leaves(args)
@@ -124,6 +126,7 @@ def assert_compiled_equal(
     else:
         built = aot.build(traced, args_of_call, topology=topology)
         pair = CompiledPair.of_absent(where, built, topology, side)
+    # The module has been read: now both programs are measured.
     seconds = check_size(where, pair.programs, points, _DRAWS)
     effort = choose_effort(seconds)
     evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, effort)

@@ -113,6 +113,7 @@ def _fill_zeros(field: Field, opt_state: Any) -> Any:
     Worked example, of adam: the moments mu and nu [3], which are zeros, become the squares of six unknowns, and the
     count 0 becomes 1. Squares, because nu is a mean of squares, of which a root is taken.
     """
+    # Numbers that floats of the parameters gave are Exact; the others are arrays, with the values that init wrote.
     leaves, structure = jax.tree.flatten(opt_state)
     filled = []
     for number, x in enumerate(leaves):
@@ -122,6 +123,6 @@ def _fill_zeros(field: Field, opt_state: Any) -> Any:
             unknown = draw_input(field, f"moment {number}", x.shape)
             x = power(field, unknown, 2)
         elif is_zeros and x.dtype.kind == "i" and not x.shape:
-            x = np.ones_like(x)
+            x = np.ones_like(x)  # a count of steps, as if there had been one
         filled.append(x)
     return jax.tree.unflatten(structure, filled)

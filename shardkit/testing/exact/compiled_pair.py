@@ -67,6 +67,7 @@ class CompiledPair(NamedTuple):
         for path, result in jax.tree_util.tree_leaves_with_path(out_info):
             names.append(jax.tree_util.keystr(path))
             results.append(jax.ShapeDtypeStruct(result.shape, result.dtype))
+        # The sharding and the axes of the arguments stay behind: the pair takes whole arrays.
         arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.in_avals]
         try:
             imported = read()
@@ -76,6 +77,7 @@ class CompiledPair(NamedTuple):
                 f"{where}: each operation of the compiled program must have a meaning as a function of arrays; "
                 f"{error.operation} has none. Compare floats, or compile for another platform."
             ) from error
+        # The compiled program returns [devices, ...] for each result, and so must the traced one.
         cut = jax.make_jaxpr(imported.cut_results)(results)
         return cls(imported, on_devices, without_unused(traced), cut, tuple(names))
 

@@ -53,6 +53,7 @@ class DevicePieces(NamedTuple):
     @classmethod
     def of(cls, slices_of_devices: Sequence[tuple[slice, ...]], shape: tuple[int, ...]) -> DevicePieces:
         """The pieces of an array of this shape, from a slice along each dim for each device."""
+        # All devices have pieces of one shape, as jax demands of arguments and results.
         starts = np.zeros((len(slices_of_devices), len(shape)), np.int32)
         piece = list(shape)
         for device, slices in enumerate(slices_of_devices):
@@ -187,6 +188,7 @@ class ImportedProgram(NamedTuple):
             # [1, ...]: this device's row of the result.
             return [lax.expand_dims(x, (0,)) for x in results]
 
+        # Each result is stacked along a new dim 0, one row for each device: so replicas that differ are seen.
         types = (AxisType.Auto,) * len(self.mesh)
         mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=types)
         run = jax.shard_map(run_device, mesh=mesh, in_specs=tuple(in_specs), out_specs=rows)
@@ -271,7 +273,7 @@ def find_spec(layout: DevicePieces, shape: Sequence[int], mesh: dict[str, int]) 
     """
     entries: list[Any] = []
     for dim, (size, piece) in enumerate(zip(shape, layout.shape, strict=True)):
-        axes = None
+        axes = None  # the dim is whole on each device
         if size != piece:
             numbers = layout.starts[:, dim] // piece
             axes = _find_split(numbers, size // piece, mesh)

@@ -94,6 +94,7 @@ def _prove(program: Program, training: Training) -> Evidence:
     if len(training.batches) < steps:
         calls = len(program.calls)
         steps = len(training.batches)
+    # What cannot be proved is refused before anything is traced or run.
     check_floats("law", jax.eval_shape(lambda: (training.params, training.batches[0])))
     check_values("law", (program.params, program.batches, training.params, training.batches))
     traced = TracedRow.of(program)
@@ -198,6 +199,7 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
         carried = training.init_carried(params)
         losses = []
         metrics_of_steps = []
+        # The loop of a training script, with the keys that a step on a mesh makes for its examples.
         for index, batch in enumerate(batches):
             keys = example_keys(step_key(training.key, index), _find_batch_size(batch))
             loss, metrics, grads = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
@@ -257,6 +259,7 @@ def _run_alone_once(
 
 def _evaluate_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     """Runs the traced training in the field."""
+    # The names are those of the side on the mesh, which draws the same unknowns for them.
     inputs = make_inputs(field, "params", training.params)
     for step in range(steps):
         inputs += make_inputs(field, f"batch {step}", training.batches[step])
@@ -313,7 +316,7 @@ def _run_on_mesh(
     params = make_inputs(field, "params", program.params)
     state_leaves = interpreter.run(traced.init, params)
     state = jax.tree.unflatten(state_structure, state_leaves)
-    key = to_known(program.key)
+    key = to_known(program.key)  # no unknown: its random numbers are those that users get
     losses: list[Operand] = []
     metrics_of_steps: list[Operand] = []
     for call in range(calls):

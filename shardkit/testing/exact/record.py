@@ -153,6 +153,7 @@ class Record:
 
     def find_causes(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
         """The numbers of the events from which values follow; equations named in `up_to` end the way backwards."""
+        # Backwards from the values: the makers of their operands, then the makers of those.
         numbers: set[int] = set()
         waiting = self.find_makers(values)
         while waiting:
@@ -177,7 +178,7 @@ class Record:
     def find_device_readers(self) -> set[int]:
         """The numbers of the events that read the result of a collective, or the index of a device."""
         readers: set[int] = set()
-        passing: set[int] = set()
+        passing: set[int] = set()  # those whose result tells devices apart, in whatever shape
         for number, event in enumerate(self.events):
             name = event.call.primitive
             row = registered(name)
@@ -192,6 +193,7 @@ class Record:
 
     def find_followers(self, name: str) -> set[int]:
         """The numbers of the events that follow from an equation of this name."""
+        # Events are in order, so that the makers of operands have been looked at.
         numbers: set[int] = set()
         for number, event in enumerate(self.events):
             if event.call.name == name or not numbers.isdisjoint(self.find_makers(event.operands)):

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+# As MLIR names the elements of an array.
 DTYPES = {
     "i1": np.bool_,
     "i4": jnp.int4,
@@ -61,6 +62,7 @@ def find_dtype(array_type: Any) -> Any:
 
 def read_numbers(operation: Any, name: str, default: Any = None) -> np.ndarray:
     """An attribute of integers, an array of them or a table."""
+    # A module may leave out an attribute that has its default, as strides of 1.
     if name not in operation.attributes:
         return np.asarray(default)
     return np.asarray(operation.attributes[name])

@@ -68,6 +68,7 @@ class BlockReader:
                 raise UnreadableError(name)
             if name not in _PASS_ON and any(map(is_unreadable, operands)):
                 raise UnreadableError(f"{name} of a library's workspace")
+            # From the lines of the operation, so that the equations which the rule binds have these as their source.
             rule = partial(self.rules[name], self, operation, *operands)
             results = self.module.call_at_line(operation, rule)
             if not isinstance(results, list):

@@ -39,6 +39,7 @@ def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     def turn(carry: Any) -> Any:
         return body(*carry)
 
+    # The carry is a list, as the body returns it: jax compares the structures of both.
     return list(lax.while_loop(goes_on, turn, list(operands)))
 
 
@@ -62,7 +63,7 @@ def _choose_branch(reader: BlockReader, operation: Any, which: Any, *operands: A
 
 
 def _make_tuple(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    return [tuple(operands)]
+    return [tuple(operands)]  # one result; a bare list would be several
 
 
 def _take_element(reader: BlockReader, operation: Any, x: Any) -> Any:

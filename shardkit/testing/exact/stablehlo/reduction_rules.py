@@ -110,6 +110,7 @@ def _reduce_windows(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     dilation = read_integers(operation, "window_dilations", (1,) * rank)
     if name not in _WINDOWS:
         raise UnreadableError("reduce_window by another function")
+    # jax recognizes the primitive by the neutral element and the function, and pads with that element.
     reduced = lax.reduce_window(
         x,
         _WINDOWS[name](x.dtype),

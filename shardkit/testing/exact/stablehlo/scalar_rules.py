@@ -155,6 +155,7 @@ def _find_xor_mask(value: Any, bits: Any) -> Any:
     flip = find_definition(value, "stablehlo.xor")
     if flip is None:
         return None
+    # The mask may be either operand. `bits ^ bits` has none.
     masks = [operand for operand in flip.operands if operand != bits]
     if len(masks) != 1:
         return None

@@ -37,7 +37,8 @@ def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
     dtype = read_dtype(operation)
     if np.dtype(x.dtype) != np.dtype(dtype):
         x = lax.bitcast_convert_type(x, dtype)
-    # Steps that change nothing are left out, so that they are no equations that a message could name.
+    # Of the example: (1, 0) is the transpose to [3, 2], then follows the reshape to [6]. The last transpose is of a
+    # result that is not stored row by row. A step that changes nothing is left out: an equation less to prove.
     if source != tuple(range(len(source))):
         x = lax.transpose(x, source)
     stored_shape = tuple(shape[dim] for dim in target)
@@ -49,7 +50,8 @@ def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
 
 
 def _broadcast(reader: BlockReader, operation: Any, x: Any) -> Any:
-    return lax.broadcast_in_dim(x, read_shape(operation), read_integers(operation, "broadcast_dimensions"))
+    dims = read_integers(operation, "broadcast_dimensions")  # for each dim of x that of the result
+    return lax.broadcast_in_dim(x, read_shape(operation), dims)
 
 
 def _reshape(reader: BlockReader, operation: Any, x: Any) -> Any:
@@ -112,15 +114,20 @@ def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
-    """A gather, whose dimension numbers are those of jax under other names."""
-    attribute = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
-    indices = _put_vector_last(indices, attribute.index_vector_dim)
+    """A gather, whose dimension numbers are those of jax under other names.
+
+    Worked example: the rows 3 and 1 of x [8, 4] have the indices [[3], [1]] and the slice sizes (1, 4). An index is of
+    dim 0 (`start_index_map`), which a row loses (`collapsed_slice_dims`); dim 1 of the result is that of the row
+    (`offset_dims`): [2, 4].
+    """
+    dims = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
+    indices = _put_vector_last(indices, dims.index_vector_dim)
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(attribute.offset_dims),
-        collapsed_slice_dims=tuple(attribute.collapsed_slice_dims),
-        start_index_map=tuple(attribute.start_index_map),
-        operand_batching_dims=tuple(attribute.operand_batching_dims),
-        start_indices_batching_dims=tuple(attribute.start_indices_batching_dims),
+        offset_dims=tuple(dims.offset_dims),
+        collapsed_slice_dims=tuple(dims.collapsed_slice_dims),
+        start_index_map=tuple(dims.start_index_map),
+        operand_batching_dims=tuple(dims.operand_batching_dims),
+        start_indices_batching_dims=tuple(dims.start_indices_batching_dims),
     )
     sizes = read_integers(operation, "slice_sizes")
     # A module clamps indices out of bounds: of 8 rows the index 9 reads row 7. A gather of jax that fills them is a
@@ -154,14 +161,14 @@ def _scatter(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     if len(operands) != 3:  # of n arrays: 2 n + 1
         raise UnreadableError("scatter of several arrays")
     x, indices, updates = operands
-    attribute = compat.hlo_dimensions("Scatter", operation.attributes["scatter_dimension_numbers"])
-    indices = _put_vector_last(indices, attribute.index_vector_dim)
+    dims = compat.hlo_dimensions("Scatter", operation.attributes["scatter_dimension_numbers"])
+    indices = _put_vector_last(indices, dims.index_vector_dim)
     numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(attribute.update_window_dims),
-        inserted_window_dims=tuple(attribute.inserted_window_dims),
-        scatter_dims_to_operand_dims=tuple(attribute.scattered_dims_to_operand_dims),
-        operand_batching_dims=tuple(attribute.input_batching_dims),
-        scatter_indices_batching_dims=tuple(attribute.scatter_indices_batching_dims),
+        update_window_dims=tuple(dims.update_window_dims),
+        inserted_window_dims=tuple(dims.inserted_window_dims),
+        scatter_dims_to_operand_dims=tuple(dims.scattered_dims_to_operand_dims),
+        operand_batching_dims=tuple(dims.input_batching_dims),
+        scatter_indices_batching_dims=tuple(dims.scatter_indices_batching_dims),
     )
     name = name_combiner(find_body(operation))
     if name not in _SCATTERS:

@@ -66,7 +66,7 @@ def _join_starts(computation: WrittenComputation) -> dict[int, int]:
 
     Worked example: of the module's example {number of %whole: number of %start}, where %start is an all-gather now.
     """
-    users: dict[int, list[WrittenInstruction]] = {}
+    users: dict[int, list[WrittenInstruction]] = {}  # by the number of what they read
     for instruction in computation.instructions:
         for operand in set(instruction.operands):
             users.setdefault(operand, []).append(instruction)
@@ -79,6 +79,7 @@ def _join_starts(computation: WrittenComputation) -> dict[int, int]:
             continue
         for end in ends:
             starts[end.number] = start.number
+        # The start becomes the operation: it has what it sends as its operand, and the shape of what arrives.
         last = ends[-1]
         start.shape = last.shape
         start.opcode = _PAIRS[start.opcode].opcode

@@ -160,7 +160,7 @@ def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
     target_places = _find_places(target)
     if source_places is None or target_places is None or not _have_one_type(source, target):
         return None
-    element_at = {}
+    element_at = {}  # by place
     for element, place in enumerate(source_places.ravel().tolist()):
         element_at[place] = element
     elements = []
@@ -208,12 +208,14 @@ def _find_places(shape: bytes) -> np.ndarray | None:
     places = np.zeros(sizes, np.int64)
     if places.size == 1:  # a single element is the first, in all tiles
         return places.reshape(dims)
+    # One array for each dim, which broadcast against each other: [4, 1] and [1, 3] for [4, 3].
     coordinates = list(np.indices(sizes, np.int64, sparse=True))
     for tile in _list_tiles(shape):
         joins_dims = max(tile, default=0) >= _WHOLE_DIM
         if len(tile) > len(sizes) or joins_dims:
             return None
         sizes, coordinates = _cut_tiles(sizes, coordinates, tile)
+    # Row by row: in [2, 2, 2, 2] the coordinates (0, 1, 1, 0) are the place ((0 * 2 + 1) * 2 + 1) * 2 + 0 = 6.
     for size, coordinate in zip(sizes, coordinates, strict=True):
         places = places * size + coordinate
     return places.transpose(np.argsort(order))

@@ -108,9 +108,11 @@ def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: 
     float_types = (result_types | operand_types) & _FLOATS
     if len(float_types) < 2:  # StableHLO has this operation as it is
         return []
+    # What moves or adds numbers of one array is done in the type of its result.
     if len(parts) == 1 and instruction.opcode not in _ROUNDED_BEHIND:
         [target] = result_types
         return _convert_operands(instruction, shapes, target, number)
+    # A reduce, and what has arrays of several types, is done in float32 and rounded at its end.
     conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
     number += len(conversions)
     if len(parts) == 1:
