@@ -90,6 +90,10 @@ def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] =
         assumed: the assumptions of every proof of this kind; those of this one are added.
     """
     field = evidence.field
+    inputs = []
+    for x in jax.tree.leaves(shapes):
+        inputs.append(f"{x.dtype}{list(x.shape)}")
+    # What this proof assumes beyond the others: it is told only where it was used.
     assumptions = [*assumed, *describe_folded_constants(evidence)]
     if field.notes.logs:
         assumptions.append(POSITIVE)
@@ -97,7 +101,7 @@ def certify(what: str, shapes: Any, evidence: Evidence, assumed: Sequence[str] =
         assumptions.append(SAMPLED)
     return Equality(
         what=what,
-        shapes=tuple(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shapes)),
+        shapes=tuple(inputs),
         points=field.settings.points,
         chance=field.chance(evidence.degree),
         uninterpreted=tuple(sorted(field.notes.uninterpreted)),
@@ -113,7 +117,7 @@ def describe_folded_constants(evidence: Evidence) -> list[str]:
     "the constant 0.80999994 is 0.9 * 0.9, rounded".
     """
     sentences = []
-    for (value, _), folded in evidence.folded.items():
+    for (value, _dtype), folded in evidence.folded.items():
         sentences.append(f"the constant {value:.9g} is {folded.words}, rounded")
     return sentences
 
@@ -141,16 +145,17 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
             f"in order: the places of numbers among others, for the inputs that were drawn: {lines_of_places}"
         )
     # Both sides may run a line, or a loop may in each round: a sentence is told once, with the number of comparisons.
-    never: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for decision in evidence.decisions:
         if decision.is_open:
-            never[f"never else than {decision.outcome}: {decision.what} at {decision.line}"] += 1
-    for sentence, count in never.items():
+            counts[f"never else than {decision.outcome}: {decision.what} at {decision.line}"] += 1
+    for sentence, count in counts.items():
         if count > 1:
             sentence += f" ({count} comparisons)"
         sentences.append(sentence)
     if evidence.lacks_floats:
         sentences.append("rare inputs were not looked for in floats: jax cannot run these programs for many at once")
+    # Random orders take a comparison both ways. Without them nothing but the draws tells what it may change.
     if not evidence.orders:
         for decision in evidence.foreign:
             place = f"{decision.what} at {decision.line}"

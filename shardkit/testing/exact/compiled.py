@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,14 +101,15 @@ def assert_compiled_equal(
             f"{type(function).__name__}. Pass jax.jit(function)."
         )
     _check_on_this_process(where, args)
-    with nullcontext() if topology is None else tracing_for(parse_topology(topology)):
-        traced = function.trace(*args)
-    passed = args
+    traced = _trace(function, args, topology)
+    # A step takes (state, batch), and the program that it traces (state, key, batch). The proof is of the program.
+    args_of_call = args
     if isinstance(function, Step):
         args, reference = _keep_key_outside(args, reference)
     shapes = jax.tree.map(describe_array, args)
     check_floats(where, shapes)
     check_values(where, args)
+    # What the compiled program must equal: the trace, or the reference.
     side: Any = traced.jaxpr
     check_size(where, [side], points, _DRAWS)  # a large program takes long to compile, too
     leaves = jax.tree.leaves(args)
@@ -121,15 +121,31 @@ def assert_compiled_equal(
             raise UnequalError(f"{where}: the result must have the reference's structure and shapes; {difference}.")
         against = getattr(reference, "__name__", type(reference).__name__)
     if topology is None:
-        pair = CompiledPair.of(where, traced.lower().compile(), side)
+        executable = traced.lower().compile()
+        pair = CompiledPair.of(where, executable, side)
     else:
-        pair = CompiledPair.of_absent(where, aot.build(traced, passed, topology=topology), topology, side)
+        built = aot.build(traced, args_of_call, topology=topology)
+        pair = CompiledPair.of_absent(where, built, topology, side)
+    # The module has been read: now both programs are measured.
     seconds = check_size(where, pair.programs, points, _DRAWS)
-    evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, choose_effort(seconds))
+    effort = choose_effort(seconds)
+    evidence = pair.prove(where, f"{where}: ", "result", partial(_make_inputs, leaves), points, effort)
     name = getattr(function, "__name__", type(function).__name__)
     what = f"{name} as compiled on {pair.imported.describe_compiler()} and {against}"
-    assumed = [*ASSUMED_AS_COMPILED, *describe_rounding(*pair.programs), *describe_memory(pair.on_devices)]
+    assumed = [
+        *ASSUMED_AS_COMPILED,
+        *describe_rounding(pair.on_devices, pair.traced),
+        *describe_memory(pair.on_devices),
+    ]
     return certify(what, shapes, evidence, assumed)
+
+
+def _trace(function: Any, args: Any, topology: str | None) -> Any:
+    """The trace of a jitted function; for absent chips, what the function chooses for them."""
+    if topology is None:
+        return function.trace(*args)
+    with tracing_for(parse_topology(topology)):
+        return function.trace(*args)
 
 
 def describe_rounding(compiled: Any, traced: Any) -> list[str]:
@@ -138,10 +154,10 @@ def describe_rounding(compiled: Any, traced: Any) -> list[str]:
     Worked example: a TPU's compiler takes the operands of a float32 product as bfloat16: "that it rounds to bfloat16,
     first at model.py:12, where the other side does not, is no difference".
     """
-    short_floats = _find_short_floats(traced)
+    traced_lines = _find_short_floats(traced)
     sentences = []
     for name, line in _find_short_floats(compiled).items():
-        if name not in short_floats:
+        if name not in traced_lines:
             place = f"first at {line}, where the other side does not"
             sentences.append(f"that it rounds to {name}, {place}, is no difference")
     return sentences
@@ -149,8 +165,9 @@ def describe_rounding(compiled: Any, traced: Any) -> list[str]:
 
 def describe_memory(compiled: Any) -> list[str]:
     """That numbers of which nothing is known are finite, if a compiled program may read some (`undefined.py`)."""
-    if any(site.name == UNDEFINED for site in walk(compiled.jaxpr)):
-        return ["what is read where nothing was written, or beyond an array, is a finite number"]
+    for site in walk(compiled.jaxpr):
+        if site.name == UNDEFINED:
+            return ["what is read where nothing was written, or beyond an array, is a finite number"]
     return []
 
 
@@ -162,25 +179,28 @@ def _find_short_floats(program: Any) -> dict[str, str]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= _SHORT:
                 lines.setdefault(str(dtype), site.source)
-        if site.name == "reduce_precision" and site.equation.params["mantissa_bits"] < _BITS_OF_FLOAT32:
-            bits = site.equation.params
-            lines.setdefault(f"{bits['exponent_bits']} + {bits['mantissa_bits']} bits", site.source)
+        # A float32 that is rounded to fewer bits keeps its dtype.
+        if site.name == "reduce_precision":
+            exponent_bits = site.equation.params["exponent_bits"]
+            mantissa_bits = site.equation.params["mantissa_bits"]
+            if mantissa_bits < _BITS_OF_FLOAT32:
+                lines.setdefault(f"{exponent_bits} + {mantissa_bits} bits", site.source)
     return lines
 
 
 def _keep_key_outside(args: Any, reference: Callable[..., Any] | None) -> tuple[Any, Callable[..., Any] | None]:
     """The arguments of the program that a step traces, and a reference that takes them: (state, key, batch)."""
     state, batch = args
-    args = state._replace(key=None), state.key, batch
+    args_of_trace = (state._replace(key=None), state.key, batch)
     if reference is None:
-        return args, None
+        return args_of_trace, None
 
     @functools.wraps(reference)
     def apply(state: Any, key: Any, batch: Any) -> Any:
-        new, metrics = reference(state._replace(key=key), batch)
-        return new._replace(key=None), metrics
+        new_state, metrics = reference(state._replace(key=key), batch)
+        return new_state._replace(key=None), metrics
 
-    return args, apply
+    return args_of_trace, apply
 
 
 def _check_on_this_process(where: str, args: Any) -> None:

@@ -64,12 +64,12 @@ def prove_step(program: Program, topology: str | None = None) -> list[str]:
     check_values("law", (program.params, program.batches))
     traced = TracedRow.of(program)
     check_size("law", [traced.program], _POINTS, _RUNS, longest=_MOST_SECONDS)  # compiling takes long, too
-    if topology is not None:
-        pair = CompiledPair.of_absent("law", aot.build(traced.step, (), topology=topology), topology, traced.step.jaxpr)
-    else:
-        # A run has the program already; without one, shapes are enough to compile it.
-        executable = program.compiled if "compiled" in vars(program) else _compile(program, traced)
+    if topology is None:
+        executable = _compile(program, traced)
         pair = CompiledPair.of("law", executable, traced.step.jaxpr)
+    else:
+        built = aot.build(traced.step, (), topology=topology)
+        pair = CompiledPair.of_absent("law", built, topology, traced.step.jaxpr)
     check_size("law", pair.programs, _POINTS, _RUNS, longest=_MOST_SECONDS)
 
     def make_arguments(field: Field) -> list[Any]:
@@ -78,23 +78,30 @@ def prove_step(program: Program, topology: str | None = None) -> list[str]:
     evidence = pair.prove("law", "", "output", make_arguments, _POINTS, STEP)
     return [
         *describe_folded_constants(evidence),
-        *describe_rounding(*pair.programs),
+        *describe_rounding(pair.on_devices, pair.traced),
         *describe_memory(pair.on_devices),
     ]
 
 
 def _compile(program: Program, traced: TracedRow) -> Any:
     """The executable of the step, whose module is read and which does not run."""
-    on_cpu = program.mesh.devices.flat[0].platform == "cpu"
-    return traced.step.lower().compile(compiler_options=_ON_CPU if on_cpu else None)
+    # A run has compiled the program already; without one, shapes are enough to compile it.
+    if "compiled" in vars(program):
+        return program.compiled
+    options = None
+    if program.mesh.devices.flat[0].platform == "cpu":
+        options = _ON_CPU
+    return traced.step.lower().compile(compiler_options=options)
 
 
 def _make_arguments(program: Program, traced: TracedRow, field: Field) -> list[Operand]:
     """The leaves that the step takes: those of a state without its key, the key, and those of the batch."""
-    leaves = Interpreter(field).run(traced.init, make_inputs(field, "params", program.params))
+    params = make_inputs(field, "params", program.params)
+    leaves = Interpreter(field).run(traced.init, params)
     state = jax.tree.unflatten(jax.tree.structure(traced.state), leaves)
     state = state._replace(key=None, opt_state=_fill_zeros(field, state.opt_state))
-    return [*jax.tree.leaves(state), to_known(program.key), *make_batch(program, 0, field)]
+    batch = make_batch(program, 0, field)
+    return [*jax.tree.leaves(state), to_known(program.key), *batch]
 
 
 def _fill_zeros(field: Field, opt_state: Any) -> Any:
@@ -106,17 +113,16 @@ def _fill_zeros(field: Field, opt_state: Any) -> Any:
     Worked example, of adam: the moments mu and nu [3], which are zeros, become the squares of six unknowns, and the
     count 0 becomes 1. Squares, because nu is a mean of squares, of which a root is taken.
     """
+    # Numbers that floats of the parameters gave are Exact; the others are arrays, with the values that init wrote.
     leaves, structure = jax.tree.flatten(opt_state)
     filled = []
     for number, x in enumerate(leaves):
-        if isinstance(x, Exact) or x.any():
-            filled.append(x)
-        elif x.dtype.kind == "f":
+        is_zeros = not isinstance(x, Exact) and not x.any()
+        if is_zeros and x.dtype.kind == "f":
             # Nothing tells a first moment from a second one, so neither is negative.
             unknown = draw_input(field, f"moment {number}", x.shape)
-            filled.append(power(field, unknown, 2))
-        elif x.dtype.kind == "i" and not x.shape:
-            filled.append(np.ones_like(x))
-        else:
-            filled.append(x)
+            x = power(field, unknown, 2)
+        elif is_zeros and x.dtype.kind == "i" and not x.shape:
+            x = np.ones_like(x)  # a count of steps, as if there had been one
+        filled.append(x)
     return jax.tree.unflatten(structure, filled)

@@ -62,18 +62,24 @@ class CompiledPair(NamedTuple):
     @classmethod
     def make(cls, where: str, read: Callable[[], ImportedProgram], out_info: Any, traced: Any) -> CompiledPair:
         """A compiled program, which `read` returns, beside a ClosedJaxpr; `out_info` has the shapes of the results."""
-        results = jax.tree_util.tree_leaves_with_path(out_info)
-        names = tuple(jax.tree_util.keystr(path) for path, _ in results)
+        names = []
+        results = []
+        for path, result in jax.tree_util.tree_leaves_with_path(out_info):
+            names.append(jax.tree_util.keystr(path))
+            results.append(jax.ShapeDtypeStruct(result.shape, result.dtype))
+        # The sharding and the axes of the arguments stay behind: the pair takes whole arrays.
+        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.in_avals]
         try:
             imported = read()
-            on_devices = imported.trace([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.in_avals])
+            on_devices = imported.trace(arguments)
         except UnreadableError as error:
             raise UnprovableError(
                 f"{where}: each operation of the compiled program must have a meaning as a function of arrays; "
                 f"{error.operation} has none. Compare floats, or compile for another platform."
             ) from error
-        cut = jax.make_jaxpr(imported.cut_results)([jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results])
-        return cls(imported, on_devices, without_unused(traced), cut, names)
+        # The compiled program returns [devices, ...] for each result, and so must the traced one.
+        cut = jax.make_jaxpr(imported.cut_results)(results)
+        return cls(imported, on_devices, without_unused(traced), cut, tuple(names))
 
     @property
     def programs(self) -> tuple[Any, Any]:
@@ -94,9 +100,10 @@ class CompiledPair(NamedTuple):
             effort: how many runs there are.
         """
         names = [f"{noun}{name} of each device" for name in self.names]
-        sides = partial(self._run_compiled, make_inputs), partial(self._run_traced, make_inputs)
+        run_compiled = partial(self._run_compiled, make_inputs)
+        run_traced = partial(self._run_traced, make_inputs)
         try:
-            return equal(where, subject, names, sides, points, effort)
+            return equal(where, subject, names, (run_compiled, run_traced), points, effort)
         except DiffersError as error:
             raise ReplicationError(
                 f"{where}: each result of the traced program must be one array; {error} differs between devices, so "
@@ -115,5 +122,6 @@ class CompiledPair(NamedTuple):
         """The pieces of all devices, cut out of the results of the traced program."""
         # The compiled program holds jax's own random numbers, so the traced one must draw the same.
         field.compiled = True
-        run = Interpreter(field, seen=seen).run
-        return run(self.cut, run(self.traced, make_inputs(field)))
+        interpreter = Interpreter(field, seen=seen)
+        results = interpreter.run(self.traced, make_inputs(field))
+        return interpreter.run(self.cut, results)

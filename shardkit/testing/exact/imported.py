@@ -51,21 +51,24 @@ class DevicePieces(NamedTuple):
     spec: PartitionSpec | None = None
 
     @classmethod
-    def of(cls, sharding: Any, shape: tuple[int, ...], devices: Sequence[Any]) -> DevicePieces:
-        """The layout of an array of this shape under a sharding."""
-        indices = sharding.devices_indices_map(shape)
-        starts = []
-        for device in devices:
-            starts.append([part.indices(size)[0] for part, size in zip(indices[device], shape, strict=True)])
-        return cls(np.asarray(starts, np.int32).reshape(len(devices), len(shape)), sharding.shard_shape(shape))
+    def of(cls, slices_of_devices: Sequence[tuple[slice, ...]], shape: tuple[int, ...]) -> DevicePieces:
+        """The pieces of an array of this shape, from a slice along each dim for each device."""
+        # All devices have pieces of one shape, as jax demands of arguments and results.
+        starts = np.zeros((len(slices_of_devices), len(shape)), np.int32)
+        piece = list(shape)
+        for device, slices in enumerate(slices_of_devices):
+            for dim, (rows, size) in enumerate(zip(slices, shape, strict=True)):
+                start, stop, _ = rows.indices(size)
+                starts[device, dim] = start
+                piece[dim] = stop - start
+        return cls(starts, tuple(piece))
 
     def cut(self, x: Any) -> Any:
         """[devices, ...]: the pieces of an array."""
+        stops = self.starts + np.asarray(self.shape, np.int32)
         pieces = []
-        for starts_of_device in self.starts:
-            starts = starts_of_device.tolist()
-            stops = [start + size for start, size in zip(starts, self.shape, strict=True)]
-            pieces.append(lax.slice(x, starts, stops))
+        for start, stop in zip(self.starts.tolist(), stops.tolist(), strict=True):
+            pieces.append(lax.slice(x, start, stop))
         return jnp.stack(pieces)
 
 
@@ -92,22 +95,35 @@ class ImportedProgram(NamedTuple):
     def of(cls, compiled: Any) -> ImportedProgram:
         """Reads a `jax.stages.Compiled`."""
         (module,) = compiled.runtime_executable().hlo_modules()
-        serialized = module.as_serialized_hlo_module_proto()
         avals = jax.tree.leaves(compiled.in_avals)
         arguments: Any = jax.tree.structure(compiled.in_avals)
-        # An argument that no result needs has None as its sharding, and is none of the module.
         shardings = arguments.flatten_up_to(compiled.input_shardings)
-        kept = tuple(number for number, sharding in enumerate(shardings) if sharding is not None)
+        output_avals = jax.tree.leaves(compiled.out_info)
         output_shardings = jax.tree.leaves(compiled.output_shardings)
-        devices = compat.device_assignment([*shardings, *output_shardings])
-        # Without a mesh all devices are one axis. No sharding names it, so that its name is none that users gave.
-        mesh = find_mesh([*shardings, *output_shardings], devices) or {"device": len(devices)}
-        inputs = [make_layout(shardings[number], avals[number], devices, mesh) for number in kept]
+        all_shardings = [*shardings, *output_shardings]
+        devices = compat.device_assignment(all_shardings)
+        mesh = find_mesh(all_shardings, devices)
+        if mesh is None:
+            # All devices are one axis. No sharding names it, so that its name is none that users gave.
+            mesh = {"device": len(devices)}
+        kept = []
+        inputs = []
+        for number, (sharding, aval) in enumerate(zip(shardings, avals, strict=True)):
+            # An argument that no result needs has None as its sharding, and is none of the module.
+            if sharding is not None:
+                kept.append(number)
+                inputs.append(make_layout(sharding, aval, devices, mesh))
         outputs = []
-        for sharding, aval in zip(output_shardings, jax.tree.leaves(compiled.out_info), strict=True):
+        for sharding, aval in zip(output_shardings, output_avals, strict=True):
             outputs.append(make_layout(sharding, aval, devices, mesh))
-        compiler = f"{devices[0].platform}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
-        return cls(ImportedModule(serialized, mesh), kept, tuple(inputs), tuple(outputs), mesh, compiler)
+        return cls(
+            module=ImportedModule(module.as_serialized_hlo_module_proto(), mesh),
+            kept=tuple(kept),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            mesh=mesh,
+            compiler=f"{devices[0].platform}, jax {jax.__version__}, jaxlib {jaxlib.__version__}",
+        )
 
     @classmethod
     def of_absent(cls, built: Built, topology: str) -> ImportedProgram:
@@ -116,21 +132,35 @@ class ImportedProgram(NamedTuple):
             raise RuntimeError(f"the compiler of {topology} made no program: {built.answer.get('message', '')}")
         jaxpr = built.traced.jaxpr
         mesh = built.sizes or {"device": 1}
-        shardings = read_shardings(built.module)
         module = ImportedModule(built.module, mesh)
-        kept = tuple(range(len(jaxpr.in_avals)))
-        if len(module.find_function("main").arguments) != len(kept):  # else `keep_unused=True` keeps all
-            kept = tuple(number for number, used in enumerate(compat.arguments_used(jaxpr.jaxpr)) if used)
-        inputs = _read_layouts(shardings.inputs, [jaxpr.in_avals[number] for number in kept], mesh)
-        outputs = _read_layouts(shardings.outputs, jaxpr.out_avals, mesh)
-        versions = ", ".join(f"{name} {version}" for name, version in built.answer["versions"].items())
-        return cls(module, kept, inputs, outputs, mesh, f"{topology}, {versions}")
+        if len(module.find_function("main").arguments) == len(jaxpr.in_avals):
+            is_used = [True] * len(jaxpr.in_avals)  # or kept by `keep_unused=True`
+        else:
+            is_used = compat.arguments_used(jaxpr.jaxpr)
+        kept = []
+        avals = []
+        for number, aval in enumerate(jaxpr.in_avals):
+            if is_used[number]:
+                kept.append(number)
+                avals.append(aval)
+        shardings = read_shardings(built.module)
+        versions = []
+        for name, version in built.answer["versions"].items():
+            versions.append(f"{name} {version}")
+        return cls(
+            module=module,
+            kept=tuple(kept),
+            inputs=_read_layouts(shardings.inputs, avals, mesh),
+            outputs=_read_layouts(shardings.outputs, jaxpr.out_avals, mesh),
+            mesh=mesh,
+            compiler=f"{topology}, {', '.join(versions)}",
+        )
 
     def describe_compiler(self) -> str:
         """Devices, and the platform or chips with the versions of their compiler."""
         count = math.prod(self.mesh.values())
-        devices = "1 device" if count == 1 else f"{count} devices"
-        return f"{devices} ({self.compiler})"
+        noun = "device" if count == 1 else "devices"
+        return f"{count} {noun} ({self.compiler})"
 
     def trace(self, shapes: Sequence[Any]) -> Any:
         """The program as a ClosedJaxpr of the leaves of all arguments, without what no result needs."""
@@ -140,33 +170,44 @@ class ImportedProgram(NamedTuple):
 
     def run(self, *arguments: Any) -> list[Any]:
         """[devices, ...]: the pieces of the results, from all global arguments."""
-        # An argument whose spec is known goes into the shard_map as it is. Any other is cut here to [devices, ...], of
-        # which each device gets its row.
         rows = PartitionSpec(tuple(self.mesh))
         in_specs = []
         operands = []
         for number, layout in zip(self.kept, self.inputs, strict=True):
             x = to_data(arguments[number])
-            is_cut = layout.spec is None
-            operands.append(layout.cut(x) if is_cut else x)
-            in_specs.append(rows if is_cut else layout.spec)
+            if layout.spec is not None:
+                in_specs.append(layout.spec)
+                operands.append(x)
+            else:
+                # No axes say where its pieces are: they are cut here, and each device gets its row of [devices, ...].
+                in_specs.append(rows)
+                operands.append(layout.cut(x))
 
         def run_device(*pieces: Any) -> list[Any]:
-            # A module does not say which values are the same on several devices, so that all vary over all axes.
-            inputs = []
-            for piece, layout in zip(pieces, self.inputs, strict=True):
-                inputs.append(lax.squeeze(piece, (0,)) if layout.spec is None else vary(piece, tuple(self.mesh)))
-            reader = BlockReader(self.module, OPERATION_RULES)
-            results = reader.run(self.module.find_function("main"), inputs)
-            if any(is_unreadable(x) for x in results):
-                raise UnreadableError("a result that no operation has finished")
+            results = self._run_device(pieces)
             # [1, ...]: this device's row of the result.
             return [lax.expand_dims(x, (0,)) for x in results]
 
+        # Each result is stacked along a new dim 0, one row for each device: so replicas that differ are seen.
         types = (AxisType.Auto,) * len(self.mesh)
         mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=types)
         run = jax.shard_map(run_device, mesh=mesh, in_specs=tuple(in_specs), out_specs=rows)
         return run(*operands)
+
+    def _run_device(self, pieces: Sequence[Any]) -> list[Any]:
+        """The results of one device, from its pieces of the arguments."""
+        inputs = []
+        for piece, layout in zip(pieces, self.inputs, strict=True):
+            if layout.spec is None:
+                inputs.append(lax.squeeze(piece, (0,)))
+            else:
+                # A module does not say which values are the same on several devices, so that all vary over all axes.
+                inputs.append(vary(piece, tuple(self.mesh)))
+        reader = BlockReader(self.module, OPERATION_RULES)
+        results = reader.run(self.module.find_function("main"), inputs)
+        if any(map(is_unreadable, results)):
+            raise UnreadableError("a result that no operation has finished")
+        return results
 
     def cut_results(self, results: Sequence[Any]) -> list[Any]:
         """[devices, ...]: the pieces of global results, as the compiled program has them."""
@@ -179,7 +220,9 @@ class ImportedProgram(NamedTuple):
 def find_mesh(shardings: Sequence[Any], devices: Sequence[Any]) -> dict[str, int] | None:
     """The axes of the first mesh that has the devices in the order in which a module numbers them; None if none has."""
     for sharding in shardings:
-        if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == list(devices):
+        if not isinstance(sharding, NamedSharding):
+            continue
+        if list(sharding.mesh.devices.flat) == list(devices):
             return dict(sharding.mesh.shape)
     return None
 
@@ -187,14 +230,22 @@ def find_mesh(shardings: Sequence[Any], devices: Sequence[Any]) -> dict[str, int
 def make_layout(sharding: Any, aval: Any, devices: Sequence[Any], mesh: dict[str, int]) -> DevicePieces:
     """The layout of an argument or result over the axes of a mesh; of keys, that of their data."""
     shape = tuple(aval.shape)
-    layout = DevicePieces.of(sharding, shape, devices)
+    slices = sharding.devices_indices_map(shape)
+    layout = DevicePieces.of([slices[device] for device in devices], shape)
+    spec = None
     if isinstance(sharding, NamedSharding) and find_mesh([sharding], devices) == mesh:
-        layout = layout._replace(spec=sharding.spec)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)).shape
-        starts = np.concatenate([layout.starts, np.zeros((len(devices), len(data)), np.int32)], 1)
-        return layout._replace(starts=starts, shape=(*layout.shape, *data))
-    return layout
+        spec = sharding.spec
+    data_dims = _find_data_dims(aval)
+    starts = np.pad(layout.starts, [(0, 0), (0, len(data_dims))])  # data are whole: they start at 0
+    return DevicePieces(starts, (*layout.shape, *data_dims), spec)
+
+
+def _find_data_dims(aval: Any) -> tuple[int, ...]:
+    """The dims that the data of keys have behind those of the array: (2,) of a key<fry>; none if it has no keys."""
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return ()
+    key = jax.ShapeDtypeStruct((), aval.dtype)
+    return tuple(jax.eval_shape(jax.random.key_data, key).shape)
 
 
 def _read_layouts(shardings: Sequence[bytes], avals: Sequence[Any], mesh: dict[str, int]) -> tuple[DevicePieces, ...]:
@@ -209,18 +260,9 @@ def _read_layouts(shardings: Sequence[bytes], avals: Sequence[Any], mesh: dict[s
 
 def read_layout(sharding: bytes, aval: Any, mesh: dict[str, int]) -> DevicePieces:
     """The layout of an argument or result by a serialized OpSharding; of keys, that of their data."""
-    shape = tuple(aval.shape)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        shape = (*shape, *jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)).shape)
-    devices = math.prod(mesh.values())
-    starts = np.zeros((devices, len(shape)), np.int32)
-    piece = list(shape)
-    for device, indices in enumerate(compat.places_of_pieces(sharding, shape, devices)):
-        for dim, (part, size) in enumerate(zip(indices, shape, strict=True)):
-            start, stop, _ = part.indices(size)
-            starts[device, dim] = start
-            piece[dim] = stop - start
-    layout = DevicePieces(starts, tuple(piece))
+    shape = (*aval.shape, *_find_data_dims(aval))
+    slices = compat.places_of_pieces(sharding, shape, math.prod(mesh.values()))
+    layout = DevicePieces.of(slices, shape)
     return layout._replace(spec=find_spec(layout, shape, mesh))
 
 
@@ -229,22 +271,19 @@ def find_spec(layout: DevicePieces, shape: Sequence[int], mesh: dict[str, int]) 
 
     For example starts 0, 4, 0, 4 of four devices, x=2, y=2: pieces of 4 of the 8 rows, which are split over y.
     """
-    coordinates = dict(zip(mesh, np.indices(tuple(mesh.values())).reshape(len(mesh), -1), strict=True))
     entries: list[Any] = []
     for dim, (size, piece) in enumerate(zip(shape, layout.shape, strict=True)):
-        if size == piece:
-            entries.append(None)
-            continue
-        axes = _find_split(layout.starts[:, dim] // piece, size // piece, mesh, coordinates)
-        if axes is None or size % piece:
-            return None
+        axes = None  # the dim is whole on each device
+        if size != piece:
+            numbers = layout.starts[:, dim] // piece
+            axes = _find_split(numbers, size // piece, mesh)
+            if axes is None or size % piece:
+                return None
         entries.append(axes)
     return PartitionSpec(*entries)
 
 
-def _find_split(
-    numbers: np.ndarray, count: int, mesh: dict[str, int], coordinates: dict[str, np.ndarray]
-) -> tuple[str, ...] | None:
+def _find_split(numbers: np.ndarray, count: int, mesh: dict[str, int]) -> tuple[str, ...] | None:
     """The axes along which devices have the pieces of these numbers, of so many in all; None if there are none.
 
     Worked example: the four devices of x=2, y=2 have the pieces 0, 2, 1, 3 of four: they count along y first, and
@@ -253,18 +292,22 @@ def _find_split(
     # The fewest axes first, in every order: P(("y", "x")) and P(("x", "y")) give a device other pieces.
     for length in range(1, len(mesh) + 1):
         for axes in itertools.permutations(mesh, length):
-            is_of_count = math.prod(mesh[axis] for axis in axes) == count
-            if is_of_count and np.array_equal(_number_devices(axes, mesh, coordinates), numbers):
+            sizes = [mesh[axis] for axis in axes]
+            if math.prod(sizes) != count:
+                continue
+            if np.array_equal(_number_devices(axes, mesh), numbers):
                 return axes
     return None
 
 
-def _number_devices(axes: Sequence[str], mesh: dict[str, int], coordinates: dict[str, np.ndarray]) -> np.ndarray:
+def _number_devices(axes: Sequence[str], mesh: dict[str, int]) -> np.ndarray:
     """int [devices]: the index of each device along some axes, the major one first."""
-    index = np.zeros(math.prod(mesh.values()), np.int64)
+    sizes = tuple(mesh.values())
+    coordinates = dict(zip(mesh, np.indices(sizes), strict=True))  # of each axis
+    index = np.zeros(sizes, np.int64)
     for axis in axes:
         index = index * mesh[axis] + coordinates[axis]
-    return index
+    return index.ravel()
 
 
 class _Shardings(NamedTuple):
@@ -283,11 +326,13 @@ _TUPLE_SHARDINGS = 5
 def read_shardings(serialized: bytes) -> _Shardings:
     """The shardings of parameters and results that are written in a serialized HloModuleProto."""
     fields = message(serialized)
+    inputs = list(fields.get(_INPUT_SHARDINGS, ()))
     outputs = []
     for sharding in fields.get(_OUTPUT_SHARDING, ()):
-        inner = message(sharding)
-        outputs += inner.get(_TUPLE_SHARDINGS, [sharding])
-    return _Shardings(list(fields.get(_INPUT_SHARDINGS, ())), outputs)
+        # Of several results it is a tuple; a sharding of one result has no parts.
+        parts = message(sharding).get(_TUPLE_SHARDINGS, [sharding])
+        outputs += parts
+    return _Shardings(inputs, outputs)
 
 
 def to_data(x: Any) -> Any:

@@ -94,6 +94,7 @@ def _prove(program: Program, training: Training) -> Evidence:
     if len(training.batches) < steps:
         calls = len(program.calls)
         steps = len(training.batches)
+    # What cannot be proved is refused before anything is traced or run.
     check_floats("law", jax.eval_shape(lambda: (training.params, training.batches[0])))
     check_values("law", (program.params, program.batches, training.params, training.batches))
     traced = TracedRow.of(program)
@@ -101,7 +102,8 @@ def _prove(program: Program, training: Training) -> Evidence:
     outputs = _trace_alone(training, steps).outputs
     _check_carry(training, outputs)
     metrics = outputs.metrics[0]
-    missing = metrics.keys() - traced.step.out_info[1].keys()
+    _, metrics_on_mesh = traced.step.out_info
+    missing = metrics.keys() - metrics_on_mesh.keys()
     if missing:
         raise UnequalError(
             f"the metrics must be those of one device; the mesh returns no {quote(sorted(missing))}. Return the "
@@ -119,8 +121,9 @@ def _check_carry(training: Training, outputs: _Outputs) -> None:
     # Only shapes matter here: the weight is a scalar, as the loss is.
     metrics = {"loss": outputs.losses[0], "weight": outputs.losses[0], **outputs.metrics[0]}
     traced = jax.make_jaxpr(training.carry)(outputs.carried, metrics, outputs.params)
-    if any(site.name in ORDERED for site in walk(traced.jaxpr)):
-        raise UnprovableError("carry= compares numbers")
+    for site in walk(traced.jaxpr):
+        if site.name in ORDERED:
+            raise UnprovableError("carry= compares numbers")
 
 
 class _Outputs(NamedTuple):
@@ -140,11 +143,16 @@ class _Outputs(NamedTuple):
 
     def list_names(self) -> list[str]:
         """The name of each leaf, for messages."""
-        names = [f"loss of step {step}" for step in range(len(self.losses))]
+        names = []
+        for step in range(len(self.losses)):
+            names.append(f"loss of step {step}")
         for step, metrics in enumerate(self.metrics):
-            names += [f"metric{path} of step {step}" for path in _list_paths(metrics)]
-        names += [f"updated parameter{path}" for path in _list_paths(self.params)]
-        names += [f"carried state{path}" for path in _list_paths(self.carried)]
+            for path in _list_paths(metrics):
+                names.append(f"metric{path} of step {step}")
+        for path in _list_paths(self.params):
+            names.append(f"updated parameter{path}")
+        for path in _list_paths(self.carried):
+            names.append(f"carried state{path}")
         return names
 
 
@@ -158,7 +166,10 @@ def _list_paths(tree: Any) -> list[str]:
 
 def make_inputs(field: Field, name: str, tree: Any) -> list[Operand]:
     """The leaves of a tree in the field. On both sides a leaf of the same name and number is the same unknown."""
-    return [make_input(field, f"{name} {number}", x) for number, x in enumerate(jax.tree.leaves(tree))]
+    inputs = []
+    for number, x in enumerate(jax.tree.leaves(tree)):
+        inputs.append(make_input(field, f"{name} {number}", x))
+    return inputs
 
 
 # On one device
@@ -188,6 +199,7 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
         carried = training.init_carried(params)
         losses = []
         metrics_of_steps = []
+        # The loop of a training script, with the keys that a step on a mesh makes for its examples.
         for index, batch in enumerate(batches):
             keys = example_keys(step_key(training.key, index), _find_batch_size(batch))
             loss, metrics, grads = compute_gradient(params, batch, keys, **training.carried_arguments(carried))
@@ -207,8 +219,8 @@ def _trace_alone(training: Training, steps: int) -> _TracedTraining:
 
 def _find_batch_size(batch: Any) -> int:
     """The size of dim 0 of a batch's arrays. A step has found it to be the same in all of them; scalars have none."""
-    sizes = [np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)]
-    return int(sizes[0])
+    arrays = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
+    return int(np.shape(arrays[0])[0])
 
 
 def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
@@ -227,9 +239,10 @@ def _run_alone(training: Training, steps: int, field: Field, seen: Seen | None) 
     has_choices = bool(choices.folded) or choices.exact_functions or choices.same_keys
     if seen is not None or field.coverage is None or field.settings.laws_of_roots or has_choices:
         return _evaluate_alone(training, steps, field, seen)
-    results, other = _run_alone_once(training, steps, field.settings, field.coverage.identifies, field.choices.centres)
-    field.add_notes(other, [ALONE])
-    field.coverage.merge(other.coverage)
+    identifies = field.coverage.identifies
+    results, field_of_run = _run_alone_once(training, steps, field.settings, identifies, choices.centres)
+    field.add_notes(field_of_run, [ALONE])
+    field.coverage.merge(field_of_run.coverage)
     return results
 
 
@@ -246,6 +259,7 @@ def _run_alone_once(
 
 def _evaluate_alone(training: Training, steps: int, field: Field, seen: Seen | None) -> list[Operand]:
     """Runs the traced training in the field."""
+    # The names are those of the side on the mesh, which draws the same unknowns for them.
     inputs = make_inputs(field, "params", training.params)
     for step in range(steps):
         inputs += make_inputs(field, f"batch {step}", training.batches[step])
@@ -285,7 +299,8 @@ class TracedRow(NamedTuple):
             step = program.traced
         else:
             abstract_state = program.init.abstract(program.params, **program.init_options)
-            step = program.step.trace(abstract_state._replace(key=program.key), program.calls[0])
+            abstract_state = abstract_state._replace(key=program.key)
+            step = program.step.trace(abstract_state, program.calls[0])
         remove_padding = jax.make_jaxpr(unpadded)((state.params, state.carried))
         return cls(init, state, step, without_unused(step.jaxpr), remove_padding)
 
@@ -294,37 +309,42 @@ def _run_on_mesh(
     program: Program, traced: TracedRow, calls: int, metric_names: Sequence[str], field: Field, seen: Seen | None
 ) -> list[Operand]:
     """The outputs of the row's programs in the field, from the first state that `init` makes of the parameters."""
-    run = Interpreter(field, seen=seen).run
-    uninterpreted_alone = set(field.notes.uninterpreted)
+    interpreter = Interpreter(field, seen=seen)
+    uninterpreted_before = set(field.notes.uninterpreted)
     state_structure = jax.tree.structure(traced.state)
     output_structure = jax.tree.structure(traced.step.out_info)
-    state_leaves = run(traced.init, make_inputs(field, "params", program.params))
+    params = make_inputs(field, "params", program.params)
+    state_leaves = interpreter.run(traced.init, params)
     state = jax.tree.unflatten(state_structure, state_leaves)
-    key = to_known(program.key)
+    key = to_known(program.key)  # no unknown: its random numbers are those that users get
     losses: list[Operand] = []
     metrics_of_steps: list[Operand] = []
     for call in range(calls):
         batch = make_batch(program, call, field)
         # The traced step takes the leaves of the state without its key, then the key, then those of the batch.
         state_without_key = jax.tree.leaves(state._replace(key=None))
-        results = run(traced.program, [*state_without_key, key, *batch])
+        results = interpreter.run(traced.program, [*state_without_key, key, *batch])
         state, metrics = jax.tree.unflatten(output_structure, results)
+        # On one device there is a loss and a metric for each step: so those of a call of several steps are cut.
         loss = metrics["loss"]
-        means = jax.tree.leaves({name: metrics[name] for name in metric_names})
+        means = {name: metrics[name] for name in metric_names}
+        mean_leaves = jax.tree.leaves(means)
         if program.row.steps is None:
             losses.append(loss)
-            metrics_of_steps += means
+            metrics_of_steps += mean_leaves
             continue
         for step in range(program.row.steps):
             losses.append(_select_step(loss, step))
-            metrics_of_steps += [_select_step(x, step) for x in means]
+            for x in mean_leaves:
+                metrics_of_steps.append(_select_step(x, step))
     # A step that sends int8, say, differs from one device's by rounding. That is intended, and no mistake: the law says
     # so in a note.
-    rounding = (field.notes.uninterpreted - uninterpreted_alone) & ROUNDING
+    rounding = (field.notes.uninterpreted - uninterpreted_before) & ROUNDING
     if rounding:
         raise RoundsError(", ".join(sorted(rounding)))
-    last = run(traced.remove_padding, jax.tree.leaves((state.params, state.carried)))
-    return [*losses, *metrics_of_steps, *last]
+    last_leaves = jax.tree.leaves((state.params, state.carried))
+    unpadded_leaves = interpreter.run(traced.remove_padding, last_leaves)
+    return [*losses, *metrics_of_steps, *unpadded_leaves]
 
 
 def make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
@@ -335,7 +355,10 @@ def make_batch(program: Program, call: int, field: Field) -> Sequence[Operand]:
     batches = []
     for number in range(call * steps, (call + 1) * steps):
         batches.append(make_inputs(field, f"batch {number}", program.batches[number]))
-    return [join_operands(field, leaves, 0, new=True) for leaves in zip(*batches, strict=True)]
+    stacked = []
+    for leaves in zip(*batches, strict=True):
+        stacked.append(join_operands(field, leaves, 0, new=True))
+    return stacked
 
 
 def _select_step(x: Operand, step: int) -> Operand:

@@ -33,6 +33,7 @@ class StepMemory:
 
         `step` may be anything that stands for it, as an equation; `place` tells steps apart that share one.
         """
+        # By identity, because to compare arrays would take as long as to compute the step.
         key = id(step), place, tuple(map(id, operands))
         if key in self._results:
             return self._results[key]

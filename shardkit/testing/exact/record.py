@@ -82,10 +82,13 @@ class Record:
         call = Call(equation, around, axes, operands, results)
         # Rounds of a loop are one call, with the operands of the first.
         call = self._calls.setdefault((*call.key, len(axes)), call)
+        number = len(self.events)
+        operand_ids = set(map(id, operands))
         for x in results:
-            if not any(x is operand for operand in operands):
-                self.maker.setdefault(id(x), len(self.events))
-        self.events.append(Event(len(self.events), call, tuple(operands), tuple(results)))
+            # A value that an equation hands on was made before.
+            if id(x) not in operand_ids:
+                self.maker.setdefault(id(x), number)
+        self.events.append(Event(number, call, tuple(operands), tuple(results)))
         if call.primitive == "shard_map":
             self._note_entry(equation, results, bool(axes))
         else:
@@ -98,7 +101,9 @@ class Record:
             body = getattr(body, "jaxpr", body)
             self._inputs[id(equation)] = iter(body.invars)
             self._note_variables(body)
-        variable = next(self._inputs[id(equation)], None) if inside else None
+        if not inside:
+            return
+        variable = next(self._inputs[id(equation)], None)
         if variable is not None:
             self.values[variable] = results[0]
 
@@ -127,26 +132,28 @@ class Record:
             call: the equation that calls it as a function; None for a kernel, a loop or a branch. Of
                 `jnp.cumsum(x) + a` without its `+ a` nothing reads `a`, and the cumsum stands in a function of its own.
         """
-        around = self.readable.get(id(call), ())
-        readable = [variable for variable in around if variable in self.unread]
+        readable_at_call = self.readable.get(id(call), ())
+        readable = [variable for variable in readable_at_call if variable in self.unread]
         readable += jaxpr.invars
-        read = set(filter(_is_variable, jaxpr.outvars))
-        alike: dict[Any, list[Any]] = {}  # of each line the variables that it makes in the same way
+        used = set(filter(_is_variable, jaxpr.outvars))
+        rounds: dict[Any, list[Any]] = {}  # of each line the variables that it makes in the same way
         for equation in jaxpr.eqns:
             self.readable[id(equation)] = list(readable)
             readable += equation.outvars
-            read.update(filter(_is_variable, equation.invars))
+            used.update(filter(_is_variable, equation.invars))
+            line = source_line(equation, "")
             for variable in equation.outvars:
                 self.definitions[variable] = equation
-                aval = variable.aval
-                types = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-                kind = source_line(equation, ""), equation.primitive.name, types
-                self.rounds[variable] = alike.setdefault(kind, [])
-                self.rounds[variable].append(variable)
-        self.unread.update(variable for variable in readable if variable not in read)
+                shape = getattr(variable.aval, "shape", ())
+                dtype = getattr(variable.aval, "dtype", None)
+                variables = rounds.setdefault((line, equation.primitive.name, shape, dtype), [])
+                variables.append(variable)
+                self.rounds[variable] = variables
+        self.unread.update(variable for variable in readable if variable not in used)
 
     def find_causes(self, values: Iterable[Operand], up_to: Sequence[str] = ()) -> set[int]:
         """The numbers of the events from which values follow; equations named in `up_to` end the way backwards."""
+        # Backwards from the values: the makers of their operands, then the makers of those.
         numbers: set[int] = set()
         waiting = self.find_makers(values)
         while waiting:
@@ -160,25 +167,33 @@ class Record:
         return numbers
 
     def find_makers(self, values: Iterable[Operand]) -> list[int]:
-        """The numbers of the events that made some of the values."""
-        return [self.maker[id(x)] for x in values if id(x) in self.maker]
+        """The numbers of the events that made the values; nothing made an input of the program, or a literal."""
+        numbers = []
+        for x in values:
+            number = self.maker.get(id(x))
+            if number is not None:
+                numbers.append(number)
+        return numbers
 
     def find_device_readers(self) -> set[int]:
         """The numbers of the events that read the result of a collective, or the index of a device."""
         readers: set[int] = set()
-        passing: set[int] = set()
+        passing: set[int] = set()  # those whose result tells devices apart, in whatever shape
         for number, event in enumerate(self.events):
             name = event.call.primitive
+            row = registered(name)
             reads = not passing.isdisjoint(self.find_makers(event.operands))
             if reads:
                 readers.add(number)
-            row = registered(name)
-            if row.kind or name == "axis_index" or (reads and (row.cast or name in _PASS)):
+            tells_devices_apart = bool(row.kind) or name == "axis_index"
+            only_passes_on = row.cast or name in _PASS
+            if tells_devices_apart or (reads and only_passes_on):
                 passing.add(number)
         return readers
 
     def find_followers(self, name: str) -> set[int]:
         """The numbers of the events that follow from an equation of this name."""
+        # Events are in order, so that the makers of operands have been looked at.
         numbers: set[int] = set()
         for number, event in enumerate(self.events):
             if event.call.name == name or not numbers.isdisjoint(self.find_makers(event.operands)):

@@ -24,7 +24,7 @@ from shardkit.testing.exact.draws import choose_effort
 from shardkit.testing.exact.imported import ImportedProgram
 from shardkit.testing.exact.numbers.folded import explain_constants, explain_inverses
 from shardkit.testing.exact.stablehlo import listed_groups, scalar_rules
-from shardkit.testing.exact.stablehlo.attributes import UnreadableError
+from shardkit.testing.exact.stablehlo.attributes import DTYPES, UnreadableError
 from shardkit.testing.exact.stablehlo.device_rules import _find_axes
 from shardkit.testing.exact.stablehlo.source_lines import make_caller
 from support.written import run_text
@@ -357,6 +357,47 @@ def test_a_constant_of_16_bits(dtype):
         return (x.astype(dtype) / dtype(0.9)).astype(jnp.float32)
 
     assert_compiled_equal(jax.jit(drop), draw(3))
+
+
+@pytest.mark.parametrize("count", [3, 200])  # MLIR prints numbers, or of many their bytes
+@pytest.mark.parametrize("name", ["bf16", "f8E4M3FN", "i4"])
+def test_a_constant_of_a_dtype_that_numpy_does_not_have(name, count):
+    """Catches a table of bfloat16 that ends in a TypeError of jaxlib, which gives no buffer of it."""
+    dtype = DTYPES[name]
+    numbers = np.resize(np.asarray([1, -2.5, 0.3]).astype(dtype), count)
+    listed = ", ".join(str(int(x)) if name == "i4" else f"{float(x):e}" for x in numbers)
+    (result,) = run_text(
+        f"""
+module {{
+  func.func @main() -> tensor<{count}x{name}> {{
+    %0 = stablehlo.constant dense<[{listed}]> : tensor<{count}x{name}>
+    return %0 : tensor<{count}x{name}>
+  }}
+}}
+"""
+    )
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(result), numbers)
+
+
+def test_a_constant_of_bits():
+    """Catches an infinity of bfloat16, which MLIR prints by its bits, as a number."""
+    (result,) = run_text(
+        """
+module {
+  func.func @main() -> tensor<2xbf16> {
+    %0 = stablehlo.constant dense<[0xFF80, 1.0]> : tensor<2xbf16>
+    return %0 : tensor<2xbf16>
+  }
+}
+"""
+    )
+    np.testing.assert_array_equal(np.asarray(result, "f"), np.asarray([-np.inf, 1], "f"))
+
+
+def test_a_table_of_bfloat16():
+    table = np.asarray([1, -2.5, 0.3]).astype(jnp.bfloat16)
+    assert_compiled_equal(jax.jit(lambda x: (x * 2, jnp.asarray(table))), draw(3))
 
 
 def divide_short(x, y):

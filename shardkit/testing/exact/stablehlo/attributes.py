@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+# As MLIR names the elements of an array.
 DTYPES = {
     "i1": np.bool_,
     "i4": jnp.int4,
@@ -61,6 +62,7 @@ def find_dtype(array_type: Any) -> Any:
 
 def read_numbers(operation: Any, name: str, default: Any = None) -> np.ndarray:
     """An attribute of integers, an array of them or a table."""
+    # A module may leave out an attribute that has its default, as strides of 1.
     if name not in operation.attributes:
         return np.asarray(default)
     return np.asarray(operation.attributes[name])
@@ -70,7 +72,7 @@ def read_integers(operation: Any, name: str, default: Sequence[int] = ()) -> tup
     """An attribute that is a row of integers."""
     if name not in operation.attributes:
         return tuple(default)
-    return tuple(int(n) for n in operation.attributes[name])
+    return tuple(map(int, operation.attributes[name]))
 
 
 def read_integer(operation: Any, name: str) -> int:
@@ -80,7 +82,10 @@ def read_integer(operation: Any, name: str) -> int:
 
 def read_pairs(table: np.ndarray) -> list[tuple[int, int]]:
     """The rows of a table [n, 2], as of padding and of senders and receivers."""
-    return [(int(first), int(second)) for first, second in table]
+    pairs = []
+    for first, second in table.tolist():
+        pairs.append((int(first), int(second)))
+    return pairs
 
 
 def find_body(operation: Any, region: int = 0) -> Any:
@@ -91,11 +96,14 @@ def find_body(operation: Any, region: int = 0) -> Any:
 def read_constant(operation: Any) -> Any:
     """The number that all elements of a constant are; None if they differ."""
     value = operation.attributes["value"]
-    return value.get_splat_value().value if value.is_splat else None
+    if not value.is_splat:
+        return None
+    return value.get_splat_value().value
 
 
 def find_definition(value: Any, *names: str) -> Any:
     """The operation of one of these names whose result a value is; None if it is another's."""
+    # The owner of an argument is its block, which is no operation and has no name.
     owner = value.owner
     operation = getattr(owner, "operation", owner)
     if getattr(operation, "name", "") in names:
@@ -113,26 +121,34 @@ def name_combiner(block: Any) -> str | None:
     """
     *operations, last = list(block.operations)
     first, second = list(block.arguments)[:2]
-    unconverted: dict[Any, Any] = {}  # for each converted value the one before all conversions
+    originals: dict[Any, Any] = {}  # for each converted value the one before all conversions
     combiners = []
     for operation in operations:
-        is_conversion = operation.operation.name == "stablehlo.convert"
-        if is_conversion and is_float(operation.operands[0]) and is_float(operation.results[0]):
-            unconverted[operation.results[0]] = unconverted.get(operation.operands[0], operation.operands[0])
+        if _converts_floats(operation):
+            source = operation.operands[0]
+            originals[operation.results[0]] = originals.get(source, source)
         else:
             combiners.append(operation)
-    result = unconverted.get(last.operands[0], last.operands[0])
+    result = originals.get(last.operands[0], last.operands[0])
     # A scatter that overwrites: of the old element and its update it returns the update.
     if not combiners and result == second:
         return ""
     if len(combiners) != 1:
         return None
     [combiner] = combiners
-    operands = {unconverted.get(value, value) for value in combiner.operands}
+    operands = {originals.get(value, value) for value in combiner.operands}
+    # One that takes its first argument twice, or returns an argument, is no sum of both.
     if operands != {first, second} or result != combiner.results[0]:
         return None
     name: str = combiner.operation.name
     return name
+
+
+def _converts_floats(operation: Any) -> bool:
+    """Whether an operation converts floats to floats, which only rounds them."""
+    if operation.operation.name != "stablehlo.convert":
+        return False
+    return is_float(operation.operands[0]) and is_float(operation.results[0])
 
 
 def is_float(value: Any) -> bool:

@@ -64,12 +64,13 @@ class BlockReader:
             operands = [self.values[value] for value in operation.operands]
             if name in _RETURNS:
                 return operands
-            rule = self.rules.get(name)
-            if rule is None:
+            if name not in self.rules:
                 raise UnreadableError(name)
-            if name not in _PASS_ON and any(is_unreadable(x) for x in operands):
+            if name not in _PASS_ON and any(map(is_unreadable, operands)):
                 raise UnreadableError(f"{name} of a library's workspace")
-            results = self.module.call_at_line(operation, partial(rule, self, operation, *operands))
+            # From the lines of the operation, so that the equations which the rule binds have these as their source.
+            rule = partial(self.rules[name], self, operation, *operands)
+            results = self.module.call_at_line(operation, rule)
             if not isinstance(results, list):
                 results = [results]
             self.values.update(zip(operation.results, results, strict=True))
@@ -92,7 +93,11 @@ class BlockReader:
         return apply
 
     def map_function(self, block: Any, rank: int) -> Callable[..., list[Any]]:
-        """A block of scalars as a function of arrays with so many dims, of each element."""
+        """A block of scalars as a function of arrays with so many dims, of each element.
+
+        Worked example: the block `^(%a, %b): return add %a, %b` with rank 2 adds two arrays [4, 3]. The inner vmap runs
+        it for each element of a row, the outer one for each row.
+        """
         function = self.make_function(block)
         for _ in range(rank):
             function = jax.vmap(function)

@@ -19,11 +19,16 @@ def _call_region(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _call_function(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    return reader.run(reader.module.find_function(operation.attributes["callee"].value), operands)
+    name = operation.attributes["callee"].value
+    return reader.run(reader.module.find_function(name), operands)
 
 
 def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """A while loop, whose operands are the first values of its carry; its regions are a test and a body."""
+    """A while loop, whose operands are the first values of its carry; its regions are a test and a body.
+
+    Worked example: `while(%i = 0, %x = 1) test { return %i < 3 } body { return %i + 1, %x + %x }` has the carries
+    (0, 1), (1, 2), (2, 4), (3, 8), and the results 3 and 8.
+    """
     test = reader.make_function(find_body(operation, 0))
     body = reader.make_function(find_body(operation, 1))
 
@@ -34,6 +39,7 @@ def _loop(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     def turn(carry: Any) -> Any:
         return body(*carry)
 
+    # The carry is a list, as the body returns it: jax compares the structures of both.
     return list(lax.while_loop(goes_on, turn, list(operands)))
 
 
@@ -42,17 +48,22 @@ def _choose_branch(reader: BlockReader, operation: Any, which: Any, *operands: A
 
     Worked example: a case of three branches runs branch 1 for the number 1, and branch 2 for 2, 7 and -1.
     """
-    blocks = [region.blocks[0] for region in operation.regions]
-    branches = [reader.make_function(block) for block in blocks]
-    if which.dtype == np.bool_:  # a branch for true, then one for false
-        return list(lax.switch(lax.convert_element_type(which, np.int32), branches[::-1]))
-    # Of a number without a branch a module runs the last one. jax runs the first one for numbers below zero.
-    last = len(branches) - 1
-    return list(lax.switch(jnp.where(which < 0, last, which), branches))
+    branches = []
+    for region in operation.regions:
+        branches.append(reader.make_function(region.blocks[0]))
+    if which.dtype == np.bool_:
+        # The region for true stands before that for false. jax counts them: false is 0, true is 1.
+        branches.reverse()
+        number = lax.convert_element_type(which, np.int32)
+    else:
+        # Of a number without a branch a module runs the last one. jax runs the first one for numbers below zero.
+        last = len(branches) - 1
+        number = jnp.where(which < 0, last, which)
+    return list(lax.switch(number, branches))
 
 
 def _make_tuple(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    return [tuple(operands)]
+    return [tuple(operands)]  # one result; a bare list would be several
 
 
 def _take_element(reader: BlockReader, operation: Any, x: Any) -> Any:

@@ -59,30 +59,35 @@ def _find_group(reader: BlockReader, operation: Any) -> _Group:
     groups = _read_groups(operation)
     if groups.size == 0:
         groups = np.arange(devices)[None]
+    # A device in no group has no result, and one in two groups would have two.
     if sorted(groups.flat) != list(range(devices)):
         raise UnreadableError(f"{operation.operation.name} over groups that leave out a device")
+    axes = _find_axes(mesh, groups)
     # Row i is that of device i: its group, and its place in the group.
-    members = np.zeros((devices, groups.shape[1]), np.int32)
-    places = np.zeros(devices, np.int32)
+    member_table = np.zeros((devices, groups.shape[1]), np.int32)
+    place_table = np.zeros(devices, np.int32)
     for group in groups:
         for place, device in enumerate(group):
-            members[device] = group
-            places[device] = place
+            member_table[device] = group
+            place_table[device] = place
+    # All devices run the same function. So the tables are its constants, and each device looks up its own row.
     number = lax.axis_index(reader.module.axes)
-    return _Group(_find_axes(mesh, groups), _take_row(reader, members, number), _take_row(reader, places, number))
+    members = _take_row(reader, member_table, number)
+    place = _take_row(reader, place_table, number)
+    return _Group(axes, members, place)
 
 
 def _find_axes(mesh: dict[str, int], groups: np.ndarray) -> tuple[str, ...] | None:
-    """The mesh axes over which groups run, their devices in the order of the mesh; None if there are no such axes.
+    """The mesh axes over which groups of all devices run, in the order of the mesh; None if there are no such axes.
 
     For example data=2, model=2: the groups {0, 2} and {1, 3} run over data, {2, 0} and {1, 3} over no axes, because the
     devices of the first group are in another order.
     """
-    listed = tuple(tuple(group) for group in groups.tolist())
-    is_in_order = all(group == tuple(sorted(group)) for group in listed)
-    if not is_in_order or groups.size != math.prod(mesh.values()):
+    is_in_order = bool((groups == np.sort(groups, 1)).all())
+    if not is_in_order:
         return None
-    axes, _ = axes_of("all_reduce", listed, tuple(mesh.items()))
+    members = tuple(map(tuple, groups.tolist()))
+    axes, _ = axes_of("all_reduce", members, tuple(mesh.items()))
     # Groups that run over a part of an axis have a name that is none of the mesh.
     if not axes or not set(axes) <= mesh.keys():
         return None
@@ -94,12 +99,14 @@ _BY_REPLICA = ("stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 
 def _read_groups(operation: Any) -> np.ndarray:
     """The groups of a collective, [groups, members]; empty if all devices are one."""
+    name = operation.operation.name
     # Without the flag groups number replicas, and all devices of a program by jit are one replica.
-    if operation.operation.name in _BY_REPLICA and "use_global_device_ids" not in operation.attributes:
-        raise UnreadableError(f"{operation.operation.name} over replicas")
+    has_flag = "use_global_device_ids" in operation.attributes
+    if name in _BY_REPLICA and not has_flag:
+        raise UnreadableError(f"{name} over replicas")
     groups = np.asarray(operation.attributes["replica_groups"])
     if (groups < 0).any():  # -1 fills the rows of groups with fewer members
-        raise UnreadableError(f"{operation.operation.name} over groups of different sizes")
+        raise UnreadableError(f"{name} over groups of different sizes")
     return groups
 
 
@@ -118,6 +125,7 @@ def _gather_group(reader: BlockReader, x: Any, group: _Group) -> Any:
 
 
 def _sum_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """all_reduce: the sum of each array over the group, or another reduction of it."""
     group = _find_group(reader, operation)
     return [_combine_group(reader, operation, x, group) for x in operands]
 
@@ -129,10 +137,15 @@ def _combine_group(reader: BlockReader, operation: Any, x: Any, group: _Group) -
         raise UnreadableError(f"{operation.operation.name} by another function")
     if group.axes is not None and name in _OVER_AXES:
         return reader.vary(_OVER_AXES[name](x, group.axes))
-    return REDUCTIONS[name](_gather_group(reader, x, group), (0,))
+    gathered = _gather_group(reader, x, group)  # [members, ...]
+    return REDUCTIONS[name](gathered, (0,))
 
 
-_OVER_AXES = {"stablehlo.add": lax.psum, "stablehlo.maximum": lax.pmax, "stablehlo.minimum": lax.pmin}
+_OVER_AXES = {
+    "stablehlo.add": lax.psum,
+    "stablehlo.maximum": lax.pmax,
+    "stablehlo.minimum": lax.pmin,
+}
 
 
 def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
@@ -143,8 +156,10 @@ def _scatter_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     for number, x in enumerate(operands):
         # More than a device would compute, but the same numbers: a proof measures no time.
         total = _combine_group(reader, operation, x, group)
+        # Of [8, 3] on two devices, scattered over dim 0, the device at place 1 keeps the rows 4 to 7: it starts at 4.
         size = read_shape(operation, number)[dim]
-        results.append(lax.dynamic_slice_in_dim(total, group.place * size, size, dim))
+        start = group.place * size
+        results.append(lax.dynamic_slice_in_dim(total, start, size, dim))
     return results
 
 
@@ -154,7 +169,9 @@ def _gather_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     dim = read_integer(operation, "all_gather_dim")
     results = []
     for number, x in enumerate(operands):
-        pieces = jnp.moveaxis(_gather_group(reader, x, group), 0, dim)
+        # Of x [2, 3] on four devices, gathered over dim 1: [4, 2, 3], [2, 4, 3], and then [2, 12].
+        gathered = _gather_group(reader, x, group)
+        pieces = jnp.moveaxis(gathered, 0, dim)
         results.append(lax.reshape(pieces, read_shape(operation, number)))
     return results
 
@@ -162,15 +179,15 @@ def _gather_groups(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 def _exchange(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     """all_to_all: devices exchange the pieces of one array along a dim, or the arrays of a list."""
     group = _find_group(reader, operation)
-    if "split_dimension" in operation.attributes:
-        split = read_integer(operation, "split_dimension")
-        to = read_integer(operation, "concat_dimension")
-        count = read_integer(operation, "split_count")
-        (x,) = operands
-        pieces = jnp.split(x, count, split)
-        arrived = _exchange_pieces(reader, pieces, group)
-        return lax.concatenate(arrived, to)
-    return _exchange_pieces(reader, operands, group)
+    if "split_dimension" not in operation.attributes:
+        return _exchange_pieces(reader, operands, group)
+    (x,) = operands
+    split_dim = read_integer(operation, "split_dimension")
+    concat_dim = read_integer(operation, "concat_dimension")
+    count = read_integer(operation, "split_count")
+    pieces = jnp.split(x, count, split_dim)
+    received = _exchange_pieces(reader, pieces, group)
+    return lax.concatenate(received, concat_dim)
 
 
 def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], group: _Group) -> list[Any]:
@@ -181,17 +198,22 @@ def _exchange_pieces(reader: BlockReader, pieces: Sequence[Any], group: _Group) 
     """
     # [sender, receiver, ...]
     gathered = _gather_group(reader, jnp.stack(pieces), group)
-    mine = lax.dynamic_index_in_dim(gathered, group.place, 1, keepdims=False)
-    return [lax.index_in_dim(mine, sender, 0, keepdims=False) for sender in range(len(pieces))]
+    column = lax.dynamic_index_in_dim(gathered, group.place, 1, keepdims=False)
+    received = []
+    for sender in range(len(pieces)):
+        received.append(lax.index_in_dim(column, sender, 0, keepdims=False))
+    return received
 
 
 def _permute(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """collective_permute: each receiver has the sender's array, and a device to which nothing is sent has zeros."""
     # A module numbers devices along all axes of the mesh, and so does jax for a ppermute over all of them.
     pairs = read_pairs(read_numbers(operation, "source_target_pairs"))
     return [lax.ppermute(x, reader.module.axes, pairs) for x in operands]
 
 
 def _number_device(reader: BlockReader, operation: Any) -> Any:
+    """The number of this device, as StableHLO types it."""
     return lax.convert_element_type(lax.axis_index(reader.module.axes), np.uint32)
 
 

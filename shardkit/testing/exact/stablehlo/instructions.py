@@ -10,7 +10,7 @@ ShapeProto of f32[8], others), where `others` has the line of the source and wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardkit.analysis.hlo.protobuf import integer, integers, message, split_fields, text, write_field
@@ -64,41 +64,31 @@ class WrittenInstruction:
     @classmethod
     def of(cls, data: bytes) -> WrittenInstruction:
         """Reads a serialized HloInstructionProto."""
-        others = []
-        read = []
-        for number, field in split_fields(data):
-            if number in _READ_OF_INSTRUCTION:
-                read.append(field)
-            else:
-                others.append((number, field))
-        fields = message(b"".join(read))
+        fields = message(data)
         return cls(
-            integer(fields, _NUMBER),
-            text(fields[_NAME]),
-            text(fields[_OPCODE]),
-            list(integers(fields, _OPERANDS)),
-            fields[_SHAPE][0],
-            others,
+            number=integer(fields, _NUMBER),
+            name=text(fields[_NAME]),
+            opcode=text(fields[_OPCODE]),
+            operands=list(integers(fields, _OPERANDS)),
+            shape=fields[_SHAPE][0],
+            others=_list_others(data, _READ_OF_INSTRUCTION),
         )
 
     def write(self) -> bytes:
         """A serialized HloInstructionProto."""
-        written = [
+        fields = [
             write_field(_NAME, self.name.encode()),
             write_field(_OPCODE, self.opcode.encode()),
             write_field(_SHAPE, self.shape),
             write_field(_NUMBER, self.number),
+            *write_fields(_OPERANDS, self.operands),
         ]
-        for operand in self.operands:
-            written.append(write_field(_OPERANDS, operand))
-        for _, field in self.others:
-            written.append(field)
-        return b"".join(written)
+        return b"".join(fields) + join_fields(self.others)
 
     @property
     def metadata(self) -> list[tuple[int, bytes]]:
         """The field with the line of the source, for instructions that are written in its place."""
-        return [(number, field) for number, field in self.others if number == METADATA]
+        return [row for row in self.others if row[0] == METADATA]
 
 
 @dataclass
@@ -119,20 +109,21 @@ class WrittenComputation:
     def of(cls, data: bytes) -> WrittenComputation:
         """Reads a serialized HloComputationProto."""
         fields = message(data)
-        others = _list_others(data, (_INSTRUCTION, _ROOT))
-        return cls([WrittenInstruction.of(part) for part in fields[_INSTRUCTION]], integer(fields, _ROOT), others)
+        return cls(
+            instructions=list(map(WrittenInstruction.of, fields[_INSTRUCTION])),
+            root=integer(fields, _ROOT),
+            others=_list_others(data, (_INSTRUCTION, _ROOT)),
+        )
 
     def write(self) -> bytes:
         """A serialized HloComputationProto."""
-        written = [field for _, field in self.others]
-        for instruction in self.instructions:
-            written.append(write_field(_INSTRUCTION, instruction.write()))
-        written.append(write_field(_ROOT, self.root))
-        return b"".join(written)
+        instructions = [instruction.write() for instruction in self.instructions]
+        fields = write_fields(_INSTRUCTION, instructions)
+        return join_fields(self.others) + b"".join(fields) + write_field(_ROOT, self.root)
 
     def next_number(self) -> int:
         """A number that no instruction has."""
-        return max(instruction.number for instruction in self.instructions) + 1
+        return max(self.by_number()) + 1
 
     def by_number(self) -> dict[int, WrittenInstruction]:
         """Its instructions by their numbers."""
@@ -148,22 +139,48 @@ class OpenModule:
 
     def write(self) -> bytes:
         """A serialized HloModuleProto, without the order in which its instructions run."""
-        written = [field for _, field in self.others]
-        for computation in self.computations:
-            written.append(write_field(_COMPUTATION, computation.write()))
-        return b"".join(written)
+        computations = [computation.write() for computation in self.computations]
+        fields = write_fields(_COMPUTATION, computations)
+        return join_fields(self.others) + b"".join(fields)
 
 
 def open_module(serialized: bytes) -> OpenModule:
     """Reads a serialized HloModuleProto."""
+    computations = map(WrittenComputation.of, message(serialized)[_COMPUTATION])
     others = _list_others(serialized, (_COMPUTATION, _SCHEDULE))
-    computations = [WrittenComputation.of(data) for data in message(serialized)[_COMPUTATION]]
-    return OpenModule(computations, others)
+    return OpenModule(list(computations), others)
 
 
-def _list_others(data: bytes, read: Sequence[int]) -> list[tuple[int, bytes]]:
-    """The fields of a message but for those that are read, by their numbers."""
-    return [(number, field) for number, field in split_fields(data) if number not in read]
+def _list_others(data: bytes, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+    """The fields of a message but for those of these numbers: the number of each field, and all of its bytes."""
+    others = []
+    for number, field in split_fields(data):
+        if number not in numbers:
+            others.append((number, field))
+    return others
+
+
+def join_fields(numbered: Sequence[tuple[int, bytes]]) -> bytes:
+    """A message of fields that are written, of which each comes with its number."""
+    return b"".join(field for _, field in numbered)
+
+
+def edit_fields(
+    numbered: Sequence[tuple[int, bytes]], number: int, edit: Callable[[bytes], bytes]
+) -> list[tuple[int, bytes]]:
+    """Fields, of which each one of some number holds another message: what `edit` makes of the old one."""
+    edited = []
+    for field_number, field in numbered:
+        if field_number == number:
+            [value] = message(field)[number]
+            field = write_field(number, edit(value))
+        edited.append((field_number, field))
+    return edited
+
+
+def write_fields(number: int, values: Sequence[int | bytes]) -> list[bytes]:
+    """A repeated field: one field of this number for each value."""
+    return [write_field(number, value) for value in values]
 
 
 def list_parts(shape: bytes) -> list[bytes]:
@@ -176,5 +193,5 @@ def list_parts(shape: bytes) -> list[bytes]:
 
 def make_tuple(shapes: Sequence[bytes]) -> bytes:
     """The shape of a tuple."""
-    parts = [write_field(_PARTS, shape) for shape in shapes]
+    parts = write_fields(_PARTS, shapes)
     return write_field(TYPE, _TUPLE) + b"".join(parts)

@@ -6,8 +6,7 @@ A call is refused where its contract does not say which numbers it returns, and 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,11 +27,12 @@ from shardkit.testing.exact.stablehlo.undefined import undefined
 
 
 def _call_library(reader: BlockReader, operation: Any, *operands: Any) -> Any:
+    """The one result of a call, which may be a tuple."""
     target = _read_target(operation)
     function = LIBRARY.get(target)
     if function is None:
         raise UnreadableError(f"custom_call to {target}")
-    if target != _END and any(is_unreadable(x) for x in operands):
+    if target != _END and any(map(is_unreadable, operands)):
         raise _refuse(operation, "a library's workspace")
     return [function(reader, operation, *operands)]
 
@@ -47,12 +47,13 @@ def _refuse(operation: Any, what: str) -> UnreadableError:
 
 
 def _take_top(reader: BlockReader, operation: Any, x: Any) -> Any:
+    """The largest numbers of each row, and their places: a tuple of two arrays."""
     # The call does not say how many it takes: the last dim of its result does.
-    count = operation.results[0].type.get_type(0).shape[-1]
-    return tuple(lax.top_k(x, count))
+    largest = operation.results[0].type.get_type(0)
+    return tuple(lax.top_k(x, largest.shape[-1]))
 
 
-def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *others: Any) -> Any:
+def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *addends: Any) -> Any:
     """A matrix product of cuBLAS: epilogue(alpha x y + beta c), and a workspace that nothing may read.
 
     Which dims are contracted is said as of a dot, by GemmBackendConfig of xla's `backend_configs.proto`. An epilogue
@@ -62,72 +63,87 @@ def _multiply_matrices(reader: BlockReader, operation: Any, x: Any, y: Any, *oth
     Worked example: x [4, 3], y [3, 5] and c [4, 5] with alpha_real 0.5, beta 1, epilogue RELU and the contracted dims
     1 and 0 is max(0.5 x y + c, 0), [4, 5].
     """
-    config = json.loads(operation.attributes["backend_config"].value)["gemm_backend_config"]
-    result = operation.results[0].type
-    is_tuple = hasattr(result, "num_types")
-    if is_tuple:
-        result = result.get_type(0)
-    _check_settings(operation, config)
-    epilogue = config.get("epilogue", "DEFAULT")
+    settings = _read_config(operation)["gemm_backend_config"]
+    _check_settings(operation, settings)
+    epilogue = settings.get("epilogue", "DEFAULT")
     if epilogue not in _EPILOGUES:
         raise _refuse(operation, f"the epilogue {epilogue}")
     activation = _EPILOGUES[epilogue]
-    beta = config.get("beta", 0)
-    if len(others) != int(beta != 0):
-        raise _refuse(operation, f"{2 + len(others)} operands")
-    dtype = find_dtype(result)
+    beta = settings.get("beta", 0)
+    addends_of_call = 1 if beta else 0
+    if len(addends) != addends_of_call:
+        raise _refuse(operation, f"{2 + len(addends)} operands")
+    # The result is the product alone, or a tuple of it and the workspace.
+    result = operation.results[0].type
+    parts = getattr(result, "num_types", 0)
+    matrix = result.get_type(0) if parts else result
+    dtype = find_dtype(matrix)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise _refuse(operation, "a result of integers")
     # cuBLAS scales and adds before it rounds to the dtype of the result.
     compute_dtype = np.float64 if dtype == np.float64 else np.float32
     x = lax.convert_element_type(x, compute_dtype)
     y = lax.convert_element_type(y, compute_dtype)
-    product = lax.dot_general(x, y, _read_dimension_numbers(config))
-    if np.shape(product) != tuple(result.shape):
+    product = lax.dot_general(x, y, _read_dimension_numbers(settings))
+    if np.shape(product) != tuple(matrix.shape):
         raise _refuse(operation, "a result of another shape than that of its product")
     # The factors are numbers of the program, as 1 or 0.125.
-    total = product * np.asarray(config.get("alpha_real", 1), compute_dtype)
+    total = product * np.asarray(settings.get("alpha_real", 1), compute_dtype)
     if beta:
-        total = total + lax.convert_element_type(others[0], compute_dtype) * np.asarray(beta, compute_dtype)
+        (c,) = addends
+        c = lax.convert_element_type(c, compute_dtype)
+        total = total + c * np.asarray(beta, compute_dtype)
     if activation is not None:
         total = activation(total)
     total = lax.convert_element_type(total, dtype)
-    if not is_tuple:
+    if not parts:
         return total
     # Behind the product stands the workspace: None, which no operation may read.
-    return (total, *[None] * (operation.results[0].type.num_types - 1))
+    workspace = [None] * (parts - 1)
+    return (total, *workspace)
 
 
-def _check_settings(operation: Any, config: dict[str, Any]) -> None:
+def _read_config(operation: Any) -> Any:
+    """The settings of a call, which are written as JSON."""
+    return json.loads(operation.attributes["backend_config"].value)
+
+
+def _check_settings(operation: Any, settings: dict[str, Any]) -> None:
     """Refuses a product with settings that may change its numbers.
 
     A stride is the number of elements from a matrix of a batch to the next one. Any other than that of matrices side by
-    side reads other numbers.
+    side reads other numbers. Worked example: an operand [8, 4, 3] with the batch dim 0 must have the stride 12.
     """
     for operand, side in zip(operation.operands, ("lhs", "rhs"), strict=False):
-        shape = operand.type.shape
-        batch = _read_dims(config["dot_dimension_numbers"], f"{side}_batch")
-        size = math.prod(size for dim, size in enumerate(shape) if dim not in batch)
-        if int(config.get(f"{side}_stride", size)) != size:
-            raise _refuse(operation, f"{side}_stride {config[f'{side}_stride']}")
-    for name in config:
+        batch_dims = _read_dims(settings, f"{side}_batch")
+        size = 1
+        for dim, rows in enumerate(operand.type.shape):
+            if dim not in batch_dims:
+                size *= rows
+        name = f"{side}_stride"
+        stride = settings.get(name, size)
+        if int(stride) != size:
+            raise _refuse(operation, f"{name} {stride}")
+    for name in settings:
         if name not in _PLAIN_MATMUL and name not in _READ_OF_MATMUL:
             raise _refuse(operation, f"the setting {name}")
-    for name, value in _PLAIN_MATMUL.items():
-        if config.get(name, value) != value:
-            raise _refuse(operation, f"{name} {config[name]}")
+    for name, plain_value in _PLAIN_MATMUL.items():
+        value = settings.get(name, plain_value)
+        if value != plain_value:
+            raise _refuse(operation, f"{name} {value}")
 
 
-def _read_dimension_numbers(config: dict[str, Any]) -> Any:
-    """The dims of a product that are contracted and those that both operands have, as `lax.dot_general` takes them."""
-    numbers = config["dot_dimension_numbers"]
-    contracted = (_read_dims(numbers, "lhs_contracting"), _read_dims(numbers, "rhs_contracting"))
-    shared = (_read_dims(numbers, "lhs_batch"), _read_dims(numbers, "rhs_batch"))
-    return contracted, shared
+def _read_dimension_numbers(settings: dict[str, Any]) -> Any:
+    """The contracting dims of a product and its batch dims, of both operands, as `lax.dot_general` takes them."""
+    contracting = (_read_dims(settings, "lhs_contracting"), _read_dims(settings, "rhs_contracting"))
+    batch = (_read_dims(settings, "lhs_batch"), _read_dims(settings, "rhs_batch"))
+    return contracting, batch
 
 
-def _read_dims(numbers: Any, name: str) -> tuple[int, ...]:
-    return tuple(int(dim) for dim in numbers.get(f"{name}_dimensions", ()))
+def _read_dims(settings: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Some dims of a product. JSON has numbers of 64 bits as text: ["0", "2"]."""
+    dims = settings["dot_dimension_numbers"].get(f"{name}_dimensions", ())
+    return tuple(map(int, dims))
 
 
 def _rectify(x: Any) -> Any:
@@ -151,8 +167,7 @@ def _allocate(reader: BlockReader, operation: Any) -> Any:
     Each run of the operation finds other numbers there (`undefined.py`). Integers are no unknowns in a field, so memory
     of integers is refused.
     """
-    value = operation.results[0]
-    if not is_float(value):
+    if not is_float(operation.results[0]):
         raise _refuse(operation, "memory of integers or booleans")
     return undefined.bind(reader.vary(np.zeros(read_shape(operation), read_dtype(operation))))
 
@@ -166,16 +181,23 @@ def _assume_in_bounds(reader: BlockReader, operation: Any, indices: Any) -> Any:
     waiting = [operation.results[0]]
     while waiting:
         for use in waiting.pop().uses:
-            reading = use.owner.operation
-            if reading.name == "stablehlo.gather" and use.operand_number == 1 and is_float(reading.results[0]):
-                reader.promised.add(reading.results[0])
-            elif reading.name in _MOVES_OF_INDICES:
-                waiting.append(reading.results[0])
+            user = use.owner.operation
+            if _gathers_floats(use):
+                reader.promised.add(user.results[0])
+            elif user.name in _MOVES_OF_INDICES:
+                waiting.append(user.results[0])
             else:
-                raise _refuse(operation, f"indices that {reading.name} reads")
+                raise _refuse(operation, f"indices that {user.name} reads")
     return indices
 
 
+def _gathers_floats(use: Any) -> bool:
+    """Whether a use of indices is by a gather of floats, which has its indices as operand 1."""
+    gather = use.owner.operation
+    return gather.name == "stablehlo.gather" and use.operand_number == 1 and is_float(gather.results[0])
+
+
+# Operations that give the same indices in another shape.
 _MOVES_OF_INDICES = (
     "stablehlo.slice",
     "stablehlo.reshape",
@@ -188,8 +210,9 @@ _MOVES_OF_INDICES = (
 
 def _read_places(reader: BlockReader, operation: Any, x: Any) -> Any:
     """A bitcast between layouts of other tiles: see `tilings.py`."""
-    elements = np.asarray(json.loads(operation.attributes["backend_config"].value), np.int32)
-    return lax.reshape(jnp.take(lax.reshape(x, (x.size,)), elements, mode="clip"), read_shape(operation))
+    numbers = np.asarray(_read_config(operation), np.int32)
+    elements = lax.reshape(x, (x.size,))
+    return lax.reshape(jnp.take(elements, numbers, mode="clip"), read_shape(operation))
 
 
 def _start_collective(reader: BlockReader, operation: Any, result: Any) -> Any:
@@ -202,14 +225,17 @@ def _start_collective(reader: BlockReader, operation: Any, result: Any) -> Any:
     collective = operation.operands[0].owner
     if not _is_collective(collective):
         raise _refuse(operation, "an operand that is no collective of one array")
-    sent = reader.values[collective.operands[0]]
+    sent = collective.operands[0]
+    received = operation.operands[0]
     types = operation.results[0].type
     count = getattr(types, "num_types", 0)
-    if count < 2 or types.get_type(0) != collective.operands[0].type or types.get_type(1) != operation.operands[0].type:
+    if count < 2 or types.get_type(0) != sent.type or types.get_type(1) != received.type:
         raise _refuse(operation, "a result of other types than those of its collective")
     # By the operation that started it, what arrives and the state of the engines are known to be of one start.
-    arriving = Arriving(operation, sent, result, _describe_collective(collective), count)
-    return (sent, *[arriving] * (count - 1))
+    x = reader.values[sent]
+    arriving = Arriving(operation, x, result, _describe_collective(collective), count)
+    state = [arriving] * (count - 2)
+    return (x, arriving, *state)
 
 
 def _end_collective(reader: BlockReader, operation: Any, *operands: Any) -> Any:
@@ -217,8 +243,7 @@ def _end_collective(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     if len(operands) < _FEWEST_OF_END:
         raise _refuse(operation, f"{len(operands)} operands")
     sent, arriving, _, *state = operands
-    is_started = isinstance(arriving, Arriving) and sent is arriving.sent and len(state) == arriving.parts - 2
-    if not is_started or any(x is not arriving for x in state):
+    if not _are_of_one_start(sent, arriving, state):
         raise _refuse(operation, "operands that no start has returned")
     collective = operation.operands[2].owner
     if not _is_collective(collective) or _describe_collective(collective) != arriving.collective:
@@ -226,19 +251,29 @@ def _end_collective(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     return arriving.result
 
 
+def _are_of_one_start(sent: Any, arriving: Any, state: Sequence[Any]) -> bool:
+    """Whether an end is passed what one start has returned, all of it."""
+    if not isinstance(arriving, Arriving) or sent is not arriving.sent:
+        return False
+    if len(state) != arriving.parts - 2:
+        return False
+    return all(x is arriving for x in state)
+
+
 def _is_collective(operation: Any) -> bool:
-    name = getattr(operation, "name", "")  # an argument of a block has none
+    """Whether an operation is a collective of one array that may be started; an argument of a block is none."""
+    name = getattr(operation, "name", "")
     return name in _COLLECTIVES and len(operation.operands) == 1
 
 
 def _describe_collective(operation: Any) -> str:
     """Which collective it is, of which types, and over which groups of devices."""
-    described = [operation.name, str(operation.operands[0].type), str(operation.results[0].type)]
+    words = [operation.name, str(operation.operands[0].type), str(operation.results[0].type)]
     for name in _COLLECTIVES[operation.name]:
-        described.append(f"{name} = {operation.attributes[name]}")
+        words.append(f"{name} = {operation.attributes[name]}")
     for region in operation.regions:
-        described.append(str(name_combiner(region.blocks[0])))
-    return ", ".join(described)
+        words.append(str(name_combiner(region.blocks[0])))
+    return ", ".join(words)
 
 
 # The collectives that are started so, with the attributes that say which numbers they return.

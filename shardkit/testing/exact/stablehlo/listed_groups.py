@@ -12,25 +12,28 @@ from __future__ import annotations
 from shardkit.analysis.hlo.groups import COLLECTIVE_DEVICES, IOTA, LISTS, MESH_AXES
 from shardkit.analysis.hlo.proto import read_groups
 from shardkit.analysis.hlo.protobuf import message, write_field
-from shardkit.testing.exact.stablehlo.instructions import WrittenComputation
+from shardkit.testing.exact.stablehlo.instructions import WrittenComputation, write_fields
 
 
 def list_groups(computation: WrittenComputation) -> None:
     """Gives each collective of a computation its groups as lists."""
     for instruction in computation.instructions:
-        # Few instructions of a module are collectives: the fields of others are not read.
-        if not any(number in _GROUPS for number, _ in instruction.others):
-            continue
-        fields = b"".join(field for _, field in instruction.others)
-        groups = read_groups(message(fields))
+        # A group is written in one of four fields, which few instructions of a module have.
+        group_fields = []
+        fields = []
+        for number, field in instruction.others:
+            if number in _GROUPS:
+                group_fields.append(field)
+            else:
+                fields.append((number, field))
+        groups = read_groups(message(b"".join(group_fields)))
+        # Without groups all devices are one. So the fields stay, which may say this in a form that jaxlib reads.
         if not groups:
             continue
-        # Of the fields that may say the groups, one is left.
-        others = [(number, field) for number, field in instruction.others if number not in _GROUPS]
         for group in groups:
-            devices = b"".join(write_field(_DEVICE, device) for device in group)
-            others.append((LISTS, write_field(LISTS, devices)))
-        instruction.others = others
+            devices = b"".join(write_fields(_DEVICE, group))
+            fields.append((LISTS, write_field(LISTS, devices)))
+        instruction.others = fields
 
 
 _GROUPS = (MESH_AXES, IOTA, COLLECTIVE_DEVICES, LISTS)

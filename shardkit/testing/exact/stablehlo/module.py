@@ -31,11 +31,12 @@ class ImportedModule:
             self._ir = compat.parse_hlo(rewrite(serialized))
         except ValueError as error:
             raise UnreadableError(f"a part that jaxlib {jaxlib.__version__} cannot turn into StableHLO") from error
+        self._callers: dict[str, Callable[..., Any]] = {}  # by location
         self._functions: dict[str, Any] = {}
-        self._callers: dict[str, Callable[..., Any]] = {}
         for operation in self._ir.body.operations:
             if operation.operation.name == "func.func":
-                self._functions[operation.attributes["sym_name"].value] = operation
+                name = operation.attributes["sym_name"].value
+                self._functions[name] = operation
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -47,7 +48,8 @@ class ImportedModule:
         location = _find_location(operation)
         if location not in self._callers:
             self._callers[location] = make_caller(location)
-        return self._callers[location](rule)
+        caller = self._callers[location]
+        return caller(rule)
 
     def find_function(self, name: str) -> Any:
         """The block of a function, by its name; "main" is the program of one device."""
@@ -75,13 +77,15 @@ def _find_location(operation: Any) -> str:
 
     A compiler makes operations without a line, as the zero with which it pads an operand.
     """
+    # The operation, then those that read it, then those that read these: the nearest first.
     waiting = [operation.operation]
-    for number in range(_MOST_AROUND):
-        if number == len(waiting):
+    for _ in range(_MOST_AROUND):
+        if not waiting:
             break
-        location = str(waiting[number].location)
+        nearest = waiting.pop(0)
+        location = str(nearest.location)
         if has_frames(location):
             return location
-        for result in waiting[number].results:
+        for result in nearest.results:
             waiting += [use.owner.operation for use in result.uses]
     return str(operation.location)

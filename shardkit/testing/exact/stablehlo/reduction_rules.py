@@ -35,34 +35,43 @@ def _reduce(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     starts = operands[count:]
     dims = read_integers(operation, "dimensions")
     body = find_body(operation)
+    name = None
     if count == 1:
         name = name_combiner(body)
-        if name in REDUCTIONS:
-            reduced = REDUCTIONS[name](arrays[0], dims)
-            # The start is one term more. Mostly it is the neutral element, but a module may begin with any number.
-            return _COMBINERS[name](reduced, lax.broadcast(starts[0], read_shape(operation)))
-    return _fold(reader, body, arrays, starts, dims)
+    if name not in REDUCTIONS:
+        return _fold(reader, body, arrays, starts, dims)
+    reduced = REDUCTIONS[name](arrays[0], dims)
+    # The start is one term more. Mostly it is the neutral element, but a module may begin with any number.
+    start = lax.broadcast(starts[0], read_shape(operation))
+    return _COMBINERS[name](reduced, start)
 
 
 def _fold(
     reader: BlockReader, body: Any, arrays: Sequence[Any], starts: Sequence[Any], dims: Sequence[int]
 ) -> list[Any]:
-    """A reduction by any function: elements of the reduced dims one after the other, those of other dims at once."""
-    # Worked example: the argmax of x [2, 3] over dim 1 is a reduction of x and of the places 0, 1, 2 together. The
-    # region takes the largest number so far with its place, and one more element with its place. It is run three times,
-    # on arrays [2].
-    flat = []
-    for x in arrays:
-        # [..., n]: the reduced dims become one dim behind all others.
-        kept = [dim for dim in range(np.ndim(x)) if dim not in dims]
-        x = lax.transpose(x, [*kept, *dims])
-        flat.append(lax.reshape(x, (*(x.shape[: len(kept)]), math.prod(x.shape[len(kept) :]))))
-    combine = reader.map_function(body, flat[0].ndim - 1)
-    results = [lax.broadcast(start, x.shape[:-1]) for start, x in zip(starts, flat, strict=True)]
-    for place in range(flat[0].shape[-1]):
-        elements = [lax.index_in_dim(x, place, x.ndim - 1, keepdims=False) for x in flat]
+    """A reduction by any function: elements of the reduced dims one after the other, those of other dims at once.
+
+    Worked example: the argmax of x [2, 3] over dim 1 is a reduction of x and of the places 0, 1, 2 together. The region
+    takes the largest number so far with its place, and one more element with its place. It is run three times, on
+    arrays [2].
+    """
+    rows = [_put_dims_last(x, dims) for x in arrays]  # [..., n]
+    *shape, count = rows[0].shape
+    combine = reader.map_function(body, len(shape))
+    results = [lax.broadcast(start, shape) for start in starts]
+    for place in range(count):
+        elements = [lax.index_in_dim(x, place, len(shape), keepdims=False) for x in rows]
         results = combine(*results, *elements)
     return results
+
+
+def _put_dims_last(x: Any, dims: Sequence[int]) -> Any:
+    """[..., n]: some dims as one, behind all others. Of [2, 3, 4] the dims 0 and 1 become [4, 6]."""
+    kept = [dim for dim in range(np.ndim(x)) if dim not in dims]
+    x = lax.transpose(x, [*kept, *dims])
+    shape = x.shape[: len(kept)]
+    count = math.prod(x.shape[len(kept) :])
+    return lax.reshape(x, (*shape, count))
 
 
 def _reduce_dims(primitive: Any) -> Callable[..., Any]:
@@ -101,6 +110,7 @@ def _reduce_windows(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     dilation = read_integers(operation, "window_dilations", (1,) * rank)
     if name not in _WINDOWS:
         raise UnreadableError("reduce_window by another function")
+    # jax recognizes the primitive by the neutral element and the function, and pads with that element.
     reduced = lax.reduce_window(
         x,
         _WINDOWS[name](x.dtype),
@@ -150,38 +160,36 @@ def _sort(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     dim = read_integer(operation, "dimension")
     size = np.shape(operands[0])[dim]
     comes_before = reader.map_function(find_body(operation), np.ndim(operands[0]) + 1)
-    arrays = [jnp.moveaxis(x, dim, -1) for x in operands]
+    arrays = [jnp.moveaxis(x, dim, -1) for x in operands]  # [..., n]
     shape = (*arrays[0].shape, size)
     rank = len(shape)
-    firsts = []
-    seconds = []
+    # [..., i, j]: all pairs of elements i and j.
+    along_i = tuple(range(rank - 1))
+    along_j = (*range(rank - 2), rank - 1)
+    pairs_ji = []
+    pairs_ij = []
     for x in arrays:
-        # [..., i, j]: element i, and element j.
-        firsts.append(lax.broadcast_in_dim(x, shape, tuple(range(rank - 1))))
-        seconds.append(lax.broadcast_in_dim(x, shape, (*range(rank - 2), rank - 1)))
-    # The comparison takes two elements of each array, one array after the other: a_j, a_i, b_j, b_i.
-    (is_before,) = comes_before(*_interleave(seconds, firsts))  # whether j comes before i
-    (is_after,) = comes_before(*_interleave(firsts, seconds))
-    earlier = lax.broadcasted_iota(np.int32, shape, rank - 1) < lax.broadcasted_iota(np.int32, shape, rank - 2)
-    counts = is_before | (~is_after & earlier)
-    places = lax.reduce_sum(lax.convert_element_type(counts, np.int32), axes=(rank - 1,))
-    # At place p is the element i whose place is p.
-    at_place = lax.broadcasted_iota(np.int32, shape, rank - 2) == lax.broadcast_in_dim(
-        places, shape, (*range(rank - 2), rank - 1)
-    )
-    order = lax.argmax(at_place, rank - 1, np.int32)
+        x_i = lax.broadcast_in_dim(x, shape, along_i)
+        x_j = lax.broadcast_in_dim(x, shape, along_j)
+        # The comparison takes two elements of each array, one array after the other: a_j, a_i, b_j, b_i.
+        pairs_ji += [x_j, x_i]
+        pairs_ij += [x_i, x_j]
+    (is_j_first,) = comes_before(*pairs_ji)
+    (is_i_first,) = comes_before(*pairs_ij)
+    j = lax.broadcasted_iota(np.int32, shape, rank - 1)
+    i = lax.broadcasted_iota(np.int32, shape, rank - 2)
+    is_j_earlier = j < i
+    is_j_counted = is_j_first | (~is_i_first & is_j_earlier)
+    places = lax.reduce_sum(lax.convert_element_type(is_j_counted, np.int32), axes=(rank - 1,))
+    # At place p is the element i whose place is p. [..., p, i]: whether it is there.
+    p = lax.broadcasted_iota(np.int32, shape, rank - 2)
+    is_at_p = p == lax.broadcast_in_dim(places, shape, along_j)
+    order = lax.argmax(is_at_p, rank - 1, np.int32)
     results = []
     for x in arrays:
-        results.append(jnp.moveaxis(jnp.take_along_axis(x, order, -1, mode="clip"), -1, dim))
+        ordered = jnp.take_along_axis(x, order, -1, mode="clip")
+        results.append(jnp.moveaxis(ordered, -1, dim))
     return results
-
-
-def _interleave(firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
-    """Two lists as one, in turn: of [a, b] and [c, d] the list [a, c, b, d]."""
-    interleaved = []
-    for first, second in zip(firsts, seconds, strict=True):
-        interleaved += [first, second]
-    return interleaved
 
 
 REDUCTION_RULES: dict[str, Callable[..., Any]] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from shardkit.testing.exact.stablehlo.attributes import (
 from shardkit.testing.exact.stablehlo.block_reader import BlockReader
 
 
-def _apply_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+def _ignore_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
     """A rule that applies a function to the operands alone."""
 
     def apply(reader: BlockReader, operation: Any, *operands: Any) -> Any:
@@ -41,30 +41,53 @@ def _make_constant(reader: BlockReader, operation: Any) -> Any:
     shape = read_shape(operation)
     dtype = read_dtype(operation)
     if value.is_splat:
-        number = value.get_splat_value().value
-        x = np.full(shape, number, dtype)
-    elif dtype == jnp.bfloat16:
-        # numpy cannot read a buffer of this dtype, so that its numbers are read one by one.
-        x = np.asarray(list(value), np.float32).astype(dtype).reshape(shape)
+        x = np.full(shape, read_constant(operation), dtype)
+    elif np.dtype(dtype).isbuiltin != _OF_NUMPY:
+        x = _read_printed(str(value), dtype).reshape(shape)
     else:
         x = np.asarray(value, dtype).reshape(shape)
     return reader.vary(x)
 
 
+_OF_NUMPY = 1  # bfloat16, int4 and the floats of 8 bits are dtypes of another package
+
+
+def _read_printed(text: str, dtype: Any) -> np.ndarray:
+    """The numbers of a constant as MLIR prints it: of some dtypes jaxlib gives no buffer.
+
+    Worked example, in bfloat16: `dense<[1.0, -2.5, 0x7F80]> : tensor<3xbf16>` is 1, -2.5 and infinity, of which 7f80
+    are the bits. Of more than a hundred numbers the bytes are printed, the low one first: `dense<"0x803F20C0...">`.
+    """
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    printed, _, _ = text.removeprefix("dense<").partition(">")
+    if printed.startswith('"0x'):
+        return np.frombuffer(bytes.fromhex(printed[3:-1]), bits).view(dtype)
+    numbers = []
+    for word in re.findall(r"[^\[\], ]+", printed):
+        if word.startswith("0x"):
+            numbers.append(np.asarray(int(word, 16), bits).view(dtype))
+        else:
+            numbers.append(np.asarray(float(word)).astype(dtype))
+    return np.asarray(numbers, dtype)
+
+
 def _make_iota(reader: BlockReader, operation: Any) -> Any:
+    """The index of each element along one dim: of [2, 3] along dim 1, [[0, 1, 2], [0, 1, 2]]."""
     dim = read_integer(operation, "iota_dimension")
-    return reader.vary(lax.broadcasted_iota(read_dtype(operation), read_shape(operation), dim))
+    indices = lax.broadcasted_iota(read_dtype(operation), read_shape(operation), dim)
+    return reader.vary(indices)
 
 
 def _compare(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
     """Compares numbers; floats also in IEEE's total order, in which -0 is less than 0, and infinity less than NaN."""
-    direction = compat.hlo_text(operation.attributes["comparison_direction"])
-    # Integers that are the places of two floats in that order: the floats are compared.
-    first, second = [_find_total_order(value) for value in operation.operands]
-    if first is not None and second is not None and direction in _ORDERINGS:
+    direction = _read_direction(operation)
+    if _compares_floats(operation.operation):
+        # Integers that are the places of two floats in the total order: the floats are compared.
+        first, second = map(_find_total_order, operation.operands)
         return _compare_in_total_order(direction, reader.values[first], reader.values[second])
-    has_type = "compare_type" in operation.attributes
-    is_total = has_type and compat.hlo_text(operation.attributes["compare_type"]) == "TOTALORDER"
+    is_total = False
+    if "compare_type" in operation.attributes:
+        is_total = compat.hlo_text(operation.attributes["compare_type"]) == "TOTALORDER"
     if is_total and jnp.issubdtype(x.dtype, jnp.floating):
         if direction not in _ORDERINGS:
             raise UnreadableError(f"stablehlo.compare {direction} in the total order")
@@ -72,18 +95,23 @@ def _compare(reader: BlockReader, operation: Any, x: Any, y: Any) -> Any:
     return _COMPARISONS[direction](x, y)
 
 
+def _read_direction(comparison: Any) -> str:
+    """A comparison's question, as "LT"."""
+    return compat.hlo_text(comparison.attributes["comparison_direction"])
+
+
 def _compare_in_total_order(direction: str, x: Any, y: Any) -> Any:
     # jax has "less" and "at most" of this order alone, so that the operands of the other two change places.
-    if direction in ("GT", "GE"):
-        x, y = y, x
-    if direction in ("LT", "GT"):
+    if direction == "LT":
         return compat.less_in_total_order(x, y)
-    return compat.at_most_in_total_order(x, y)
+    if direction == "GT":
+        return compat.less_in_total_order(y, x)
+    if direction == "LE":
+        return compat.at_most_in_total_order(x, y)
+    return compat.at_most_in_total_order(y, x)
 
 
 _ORDERINGS = ("LT", "LE", "GT", "GE")
-
-
 _COMPARISONS = {"EQ": lax.eq, "NE": lax.ne, "LT": lax.lt, "LE": lax.le, "GT": lax.gt, "GE": lax.ge}
 
 
@@ -115,9 +143,9 @@ def _find_total_order(value: Any) -> Any:
     if mask != jnp.iinfo(integer).max:
         return None
     # An `mhlo.bitcast` may change the shape or the layout too: then the float's elements are at other places.
-    source_layout = read_integers(bitcast, "source_layout")
-    result_layout = read_integers(bitcast, "result_layout")
-    if list(number.type.shape) != list(bits.type.shape) or source_layout != result_layout:
+    if list(number.type.shape) != list(bits.type.shape):
+        return None
+    if read_integers(bitcast, "source_layout") != read_integers(bitcast, "result_layout"):
         return None
     return number
 
@@ -127,6 +155,7 @@ def _find_xor_mask(value: Any, bits: Any) -> Any:
     flip = find_definition(value, "stablehlo.xor")
     if flip is None:
         return None
+    # The mask may be either operand. `bits ^ bits` has none.
     masks = [operand for operand in flip.operands if operand != bits]
     if len(masks) != 1:
         return None
@@ -138,7 +167,7 @@ def _is_below_zero(mask: Any, bits: Any) -> bool:
     test = find_definition(mask, "stablehlo.compare")
     if test is None or test.operands[0] != bits:
         return False
-    if compat.hlo_text(test.attributes["comparison_direction"]) != "LT":
+    if _read_direction(test) != "LT":
         return False
     return bool(_find_constant(test.operands[1]) == 0)
 
@@ -172,25 +201,31 @@ def _serves_order(operation: Any) -> bool:
 
     Worked example: `bits ^ 0x7fffffff` is read by a select, which is read by a comparison of two such selects.
     """
-    readers = [use.owner.operation for use in operation.results[0].uses]
-    if not readers:
+    users = [use.owner.operation for use in operation.results[0].uses]
+    if not users:
         return False
     # A select gives the integer of a float's place: a comparison must read it next. Anything else leads to a select.
-    if operation.name != "stablehlo.select":
-        return all(reader.name in _ORDERING and _serves_order(reader) for reader in readers)
-    return all(_compares_floats(reader) for reader in readers)
+    if operation.name == "stablehlo.select":
+        return all(map(_compares_floats, users))
+    for user in users:
+        if user.name not in _STEPS_OF_ORDER or not _serves_order(user):
+            return False
+    return True
 
 
-def _compares_floats(comparison: Any) -> bool:
+def _compares_floats(operation: Any) -> bool:
     """Whether an operation compares two floats in the total order, by their bits."""
-    if comparison.name != "stablehlo.compare":
+    if operation.name != "stablehlo.compare":
         return False
-    if compat.hlo_text(comparison.attributes["comparison_direction"]) not in _ORDERINGS:
+    # Equality of bits is no order: -0 and 0 are other bits, and equal floats.
+    if _read_direction(operation) not in _ORDERINGS:
         return False
-    return all(_find_total_order(value) is not None for value in comparison.operands)
+    places = map(_find_total_order, operation.operands)
+    return all(place is not None for place in places)
 
 
-_ORDERING = ("stablehlo.select", "stablehlo.xor", "stablehlo.compare")
+# What a compiler writes the order of floats with.
+_STEPS_OF_ORDER = ("stablehlo.select", "stablehlo.xor", "stablehlo.compare")
 
 
 def _select(reader: BlockReader, operation: Any, which: Any, yes: Any, no: Any) -> Any:
@@ -207,7 +242,9 @@ def _clamp(reader: BlockReader, operation: Any, low: Any, x: Any, high: Any) -> 
 
 def _map_elements(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     """The function of a region, applied to each element."""
-    return reader.map_function(find_body(operation), np.ndim(operands[0]))(*operands)
+    rank = np.ndim(operands[0])
+    function = reader.map_function(find_body(operation), rank)
+    return function(*operands)
 
 
 def _convert(reader: BlockReader, operation: Any, x: Any) -> Any:
@@ -215,12 +252,15 @@ def _convert(reader: BlockReader, operation: Any, x: Any) -> Any:
 
 
 def _reinterpret(reader: BlockReader, operation: Any, x: Any) -> Any:
+    """The same bits as another dtype."""
     return lax.bitcast_convert_type(x, read_dtype(operation))
 
 
 def _round(reader: BlockReader, operation: Any, x: Any) -> Any:
-    exponent = read_integer(operation, "exponent_bits")
-    return lax.reduce_precision(x, exponent, read_integer(operation, "mantissa_bits"))
+    """Rounds to fewer bits, in the same dtype."""
+    exponent_bits = read_integer(operation, "exponent_bits")
+    mantissa_bits = read_integer(operation, "mantissa_bits")
+    return lax.reduce_precision(x, exponent_bits, mantissa_bits)
 
 
 def _keep(reader: BlockReader, operation: Any, *operands: Any) -> Any:
@@ -228,52 +268,62 @@ def _keep(reader: BlockReader, operation: Any, *operands: Any) -> Any:
     return list(operands)
 
 
+def _round_half_away(x: Any) -> Any:
+    """0.5 becomes 1, and -2.5 becomes -3."""
+    return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
+
+
+def _round_half_to_even(x: Any) -> Any:
+    """0.5 becomes 0, and 1.5 becomes 2."""
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+# Operations that are functions of their operands alone.
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "stablehlo.add": lax.add,
+    "stablehlo.subtract": lax.sub,
+    "stablehlo.multiply": lax.mul,
+    "stablehlo.divide": lax.div,
+    "stablehlo.remainder": lax.rem,
+    "stablehlo.power": lax.pow,
+    "stablehlo.maximum": lax.max,
+    "stablehlo.minimum": lax.min,
+    "stablehlo.negate": lax.neg,
+    "stablehlo.abs": lax.abs,
+    "stablehlo.sign": lax.sign,
+    "stablehlo.floor": lax.floor,
+    "stablehlo.ceil": lax.ceil,
+    "stablehlo.sqrt": lax.sqrt,
+    "stablehlo.rsqrt": lax.rsqrt,
+    "stablehlo.cbrt": lax.cbrt,
+    "stablehlo.exponential": lax.exp,
+    "stablehlo.exponential_minus_one": lax.expm1,
+    "stablehlo.log": lax.log,
+    "stablehlo.log_plus_one": lax.log1p,
+    "stablehlo.logistic": lax.logistic,
+    "stablehlo.tanh": lax.tanh,
+    "stablehlo.sine": lax.sin,
+    "stablehlo.cosine": lax.cos,
+    "stablehlo.tan": lax.tan,
+    "stablehlo.atan2": lax.atan2,
+    "mhlo.erf": lax.erf,
+    "stablehlo.round_nearest_afz": _round_half_away,
+    "stablehlo.round_nearest_even": _round_half_to_even,
+    "stablehlo.is_finite": lax.is_finite,
+    "stablehlo.and": lax.bitwise_and,
+    "stablehlo.or": lax.bitwise_or,
+    "stablehlo.not": lax.bitwise_not,
+    "stablehlo.popcnt": lax.population_count,
+    "stablehlo.count_leading_zeros": lax.clz,
+    "stablehlo.shift_left": lax.shift_left,
+    "stablehlo.shift_right_logical": lax.shift_right_logical,
+    "stablehlo.shift_right_arithmetic": lax.shift_right_arithmetic,
+}
+
 SCALAR_RULES: dict[str, Callable[..., Any]] = {
     "stablehlo.constant": _make_constant,
     "stablehlo.iota": _make_iota,
-    "stablehlo.add": _apply_elementwise(lax.add),
-    "stablehlo.subtract": _apply_elementwise(lax.sub),
-    "stablehlo.multiply": _apply_elementwise(lax.mul),
-    "stablehlo.divide": _apply_elementwise(lax.div),
-    "stablehlo.remainder": _apply_elementwise(lax.rem),
-    "stablehlo.power": _apply_elementwise(lax.pow),
-    "stablehlo.maximum": _apply_elementwise(lax.max),
-    "stablehlo.minimum": _apply_elementwise(lax.min),
-    "stablehlo.negate": _apply_elementwise(lax.neg),
-    "stablehlo.abs": _apply_elementwise(lax.abs),
-    "stablehlo.sign": _apply_elementwise(lax.sign),
-    "stablehlo.floor": _apply_elementwise(lax.floor),
-    "stablehlo.ceil": _apply_elementwise(lax.ceil),
-    "stablehlo.sqrt": _apply_elementwise(lax.sqrt),
-    "stablehlo.rsqrt": _apply_elementwise(lax.rsqrt),
-    "stablehlo.cbrt": _apply_elementwise(lax.cbrt),
-    "stablehlo.exponential": _apply_elementwise(lax.exp),
-    "stablehlo.exponential_minus_one": _apply_elementwise(lax.expm1),
-    "stablehlo.log": _apply_elementwise(lax.log),
-    "stablehlo.log_plus_one": _apply_elementwise(lax.log1p),
-    "stablehlo.logistic": _apply_elementwise(lax.logistic),
-    "stablehlo.tanh": _apply_elementwise(lax.tanh),
-    "stablehlo.sine": _apply_elementwise(lax.sin),
-    "stablehlo.cosine": _apply_elementwise(lax.cos),
-    "stablehlo.tan": _apply_elementwise(lax.tan),
-    "stablehlo.atan2": _apply_elementwise(lax.atan2),
-    "mhlo.erf": _apply_elementwise(lax.erf),
-    "stablehlo.round_nearest_afz": _apply_elementwise(
-        partial(lax.round, rounding_method=lax.RoundingMethod.AWAY_FROM_ZERO)
-    ),
-    "stablehlo.round_nearest_even": _apply_elementwise(
-        partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
-    ),
-    "stablehlo.is_finite": _apply_elementwise(lax.is_finite),
-    "stablehlo.and": _apply_elementwise(lax.bitwise_and),
-    "stablehlo.or": _apply_elementwise(lax.bitwise_or),
-    "stablehlo.xor": _unless_ordered(_apply_elementwise(lax.bitwise_xor)),
-    "stablehlo.not": _apply_elementwise(lax.bitwise_not),
-    "stablehlo.popcnt": _apply_elementwise(lax.population_count),
-    "stablehlo.count_leading_zeros": _apply_elementwise(lax.clz),
-    "stablehlo.shift_left": _apply_elementwise(lax.shift_left),
-    "stablehlo.shift_right_logical": _apply_elementwise(lax.shift_right_logical),
-    "stablehlo.shift_right_arithmetic": _apply_elementwise(lax.shift_right_arithmetic),
+    "stablehlo.xor": _unless_ordered(_ignore_attributes(lax.bitwise_xor)),
     "stablehlo.compare": _unless_ordered(_compare),
     "stablehlo.select": _unless_ordered(_select),
     "stablehlo.clamp": _clamp,
@@ -284,3 +334,5 @@ SCALAR_RULES: dict[str, Callable[..., Any]] = {
     "stablehlo.optimization_barrier": _keep,
     "stablehlo.map": _map_elements,
 }
+for _name, _function in _ELEMENTWISE.items():
+    SCALAR_RULES[_name] = _ignore_attributes(_function)

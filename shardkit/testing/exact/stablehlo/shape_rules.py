@@ -30,24 +30,28 @@ def _bitcast(reader: BlockReader, operation: Any, x: Any) -> Any:
     changes fastest, so that the array is stored as its transpose [3, 2]. The six elements of the result are those of
     the transpose, row by row.
     """
+    # The dims in the order in which they are stored, the slowest first.
     source = read_integers(operation, "source_layout")[::-1]
     target = read_integers(operation, "result_layout")[::-1]
     shape = read_shape(operation)
     dtype = read_dtype(operation)
     if np.dtype(x.dtype) != np.dtype(dtype):
         x = lax.bitcast_convert_type(x, dtype)
+    # Of the example: (1, 0) is the transpose to [3, 2], then follows the reshape to [6]. The last transpose is of a
+    # result that is not stored row by row. A step that changes nothing is left out: an equation less to prove.
     if source != tuple(range(len(source))):
         x = lax.transpose(x, source)
-    stored = tuple(shape[dim] for dim in target)
-    if np.shape(x) != stored:
-        x = lax.reshape(x, stored)
+    stored_shape = tuple(shape[dim] for dim in target)
+    if np.shape(x) != stored_shape:
+        x = lax.reshape(x, stored_shape)
     if target != tuple(range(len(target))):
-        x = lax.transpose(x, tuple(int(n) for n in np.argsort(target)))
+        x = lax.transpose(x, np.argsort(target).tolist())
     return x
 
 
 def _broadcast(reader: BlockReader, operation: Any, x: Any) -> Any:
-    return lax.broadcast_in_dim(x, read_shape(operation), read_integers(operation, "broadcast_dimensions"))
+    dims = read_integers(operation, "broadcast_dimensions")  # for each dim of x that of the result
+    return lax.broadcast_in_dim(x, read_shape(operation), dims)
 
 
 def _reshape(reader: BlockReader, operation: Any, x: Any) -> Any:
@@ -76,10 +80,12 @@ def _concatenate(reader: BlockReader, operation: Any, *operands: Any) -> Any:
 
 
 def _pad(reader: BlockReader, operation: Any, x: Any, filling: Any) -> Any:
+    """Padding before, behind and between elements: [1, 2] with 1, 0 and 2 of 7 is [7, 1, 7, 7, 2]."""
     low = read_integers(operation, "edge_padding_low")
     high = read_integers(operation, "edge_padding_high")
     between = read_integers(operation, "interior_padding")
-    return lax.pad(x, filling, list(zip(low, high, between, strict=True)))
+    padding = list(zip(low, high, between, strict=True))
+    return lax.pad(x, filling, padding)
 
 
 def _slice_dynamically(reader: BlockReader, operation: Any, x: Any, *starts: Any) -> Any:
@@ -108,18 +114,24 @@ def _as_int32(starts: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _gather(reader: BlockReader, operation: Any, x: Any, indices: Any) -> Any:
-    """A gather, whose dimension numbers are those of jax under other names."""
-    attribute = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
-    indices = _put_vector_last(indices, attribute.index_vector_dim)
+    """A gather, whose dimension numbers are those of jax under other names.
+
+    Worked example: the rows 3 and 1 of x [8, 4] have the indices [[3], [1]] and the slice sizes (1, 4). An index is of
+    dim 0 (`start_index_map`), which a row loses (`collapsed_slice_dims`); dim 1 of the result is that of the row
+    (`offset_dims`): [2, 4].
+    """
+    dims = compat.hlo_dimensions("Gather", operation.attributes["dimension_numbers"])
+    indices = _put_vector_last(indices, dims.index_vector_dim)
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(attribute.offset_dims),
-        collapsed_slice_dims=tuple(attribute.collapsed_slice_dims),
-        start_index_map=tuple(attribute.start_index_map),
-        operand_batching_dims=tuple(attribute.operand_batching_dims),
-        start_indices_batching_dims=tuple(attribute.start_indices_batching_dims),
+        offset_dims=tuple(dims.offset_dims),
+        collapsed_slice_dims=tuple(dims.collapsed_slice_dims),
+        start_index_map=tuple(dims.start_index_map),
+        operand_batching_dims=tuple(dims.operand_batching_dims),
+        start_indices_batching_dims=tuple(dims.start_indices_batching_dims),
     )
     sizes = read_integers(operation, "slice_sizes")
-    # A module clamps indices out of bounds. A gather of jax that fills them is a clamped one, and a select behind it.
+    # A module clamps indices out of bounds: of 8 rows the index 9 reads row 7. A gather of jax that fills them is a
+    # clamped one in a module, and a select behind it.
     clamped = lax.gather(x, indices, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
     if operation.results[0] not in reader.promised:
         return clamped
@@ -142,19 +154,21 @@ def _put_vector_last(indices: Any, dim: int) -> Any:
 
 
 def _scatter(reader: BlockReader, operation: Any, *operands: Any) -> Any:
-    """A scatter of one array that writes updates, or adds them."""
-    count = len(operands) // 2
-    if count != 1:
+    """A scatter of one array that writes updates, or adds them.
+
+    Worked example, of an add: x = [0, 0, 0] with the indices [[2], [0], [2]] and the updates [5, 6, 7] is [6, 0, 12].
+    """
+    if len(operands) != 3:  # of n arrays: 2 n + 1
         raise UnreadableError("scatter of several arrays")
     x, indices, updates = operands
-    attribute = compat.hlo_dimensions("Scatter", operation.attributes["scatter_dimension_numbers"])
-    indices = _put_vector_last(indices, attribute.index_vector_dim)
+    dims = compat.hlo_dimensions("Scatter", operation.attributes["scatter_dimension_numbers"])
+    indices = _put_vector_last(indices, dims.index_vector_dim)
     numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(attribute.update_window_dims),
-        inserted_window_dims=tuple(attribute.inserted_window_dims),
-        scatter_dims_to_operand_dims=tuple(attribute.scattered_dims_to_operand_dims),
-        operand_batching_dims=tuple(attribute.input_batching_dims),
-        scatter_indices_batching_dims=tuple(attribute.scatter_indices_batching_dims),
+        update_window_dims=tuple(dims.update_window_dims),
+        inserted_window_dims=tuple(dims.inserted_window_dims),
+        scatter_dims_to_operand_dims=tuple(dims.scattered_dims_to_operand_dims),
+        operand_batching_dims=tuple(dims.input_batching_dims),
+        scatter_indices_batching_dims=tuple(dims.scatter_indices_batching_dims),
     )
     name = name_combiner(find_body(operation))
     if name not in _SCATTERS:

@@ -50,7 +50,7 @@ _PAIRS = {
 
 def wait_for_starts(computation: WrittenComputation) -> None:
     """Writes each start with its end as one operation, and leaves out instructions that only say what runs first."""
-    # For each instruction that goes, by its number: the number of the one that is read in its place.
+    # By the number of each instruction that is left out: the number of the one that is read in its place.
     replacements = _join_starts(computation)
     for instruction in computation.instructions:
         if instruction.opcode == "add-dependency":
@@ -66,49 +66,52 @@ def _join_starts(computation: WrittenComputation) -> dict[int, int]:
 
     Worked example: of the module's example {number of %whole: number of %start}, where %start is an all-gather now.
     """
-    readers: dict[int, list[WrittenInstruction]] = {}
+    users: dict[int, list[WrittenInstruction]] = {}  # by the number of what they read
     for instruction in computation.instructions:
         for operand in set(instruction.operands):
-            readers.setdefault(operand, []).append(instruction)
+            users.setdefault(operand, []).append(instruction)
     starts = {}
     for start in computation.instructions:
         if start.opcode not in _PAIRS:
             continue
-        ends = _find_ends(start, readers, computation.root)
+        ends = _find_ends(start, users, computation.root)
         if not ends:
             continue
         for end in ends:
             starts[end.number] = start.number
-        start.shape = ends[-1].shape
+        # The start becomes the operation: it has what it sends as its operand, and the shape of what arrives.
+        last = ends[-1]
+        start.shape = last.shape
         start.opcode = _PAIRS[start.opcode].opcode
     return starts
 
 
 def _replace_instructions(computation: WrittenComputation, replacements: dict[int, int]) -> None:
     """Leaves out instructions, where others are read in their place."""
-    kept = []
+    remaining = []
     for instruction in computation.instructions:
         if instruction.number not in replacements:
-            instruction.operands = [replacements.get(operand, operand) for operand in instruction.operands]
-            kept.append(instruction)
-    computation.instructions = kept
+            operands = instruction.operands
+            instruction.operands = [replacements.get(operand, operand) for operand in operands]
+            remaining.append(instruction)
+    computation.instructions = remaining
     computation.root = replacements.get(computation.root, computation.root)
 
 
 def _drop_unread_tokens(computation: WrittenComputation) -> None:
     """Leaves out each after-all that nothing reads: without its add-dependency it has no purpose."""
-    read = {computation.root}
+    needed = {computation.root}
     for instruction in computation.instructions:
-        read.update(instruction.operands)
-    kept = []
+        needed.update(instruction.operands)
+    remaining = []
     for instruction in computation.instructions:
-        if instruction.opcode != "after-all" or instruction.number in read:
-            kept.append(instruction)
-    computation.instructions = kept
+        if instruction.opcode != "after-all" or instruction.number in needed:
+            remaining.append(instruction)
+    computation.instructions = remaining
 
 
 def _find_ends(
-    start: WrittenInstruction, readers: dict[int, list[WrittenInstruction]], root: int
+    start: WrittenInstruction, users_by_number: dict[int, list[WrittenInstruction]], root: int
 ) -> list[WrittenInstruction]:
     """The updates of a start in their order, and its end; none if other instructions read it.
 
@@ -119,11 +122,11 @@ def _find_ends(
     ends: list[WrittenInstruction] = []
     last = start
     while last.opcode != pair.done:
-        after = readers.get(last.number, [])
+        users = users_by_number.get(last.number, [])
         # The root of a computation is read by whatever calls the computation: it ends elsewhere.
-        if len(after) != 1 or last.number == root:
+        if len(users) != 1 or last.number == root:
             return []
-        [last] = after
+        [last] = users
         if last.opcode not in (pair.done, pair.update) or len(last.operands) != 1:
             return []
         ends.append(last)

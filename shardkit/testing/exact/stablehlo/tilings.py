@@ -34,6 +34,8 @@ from shardkit.testing.exact.stablehlo.instructions import (
     OpenModule,
     WrittenComputation,
     WrittenInstruction,
+    edit_fields,
+    join_fields,
 )
 
 # The field of a module and of a computation with the shapes of parameters and result; of a literal with its shape.
@@ -62,14 +64,15 @@ READ_WORDS = "a bitcast of tiles as elements of another type"
 
 def drop_tilings(module: OpenModule) -> None:
     """Writes all layouts without tiles, and bitcasts that need tiles as calls."""
-    module.others = [_drop_in_program_shape(number, field) for number, field in module.others]
+    module.others = edit_fields(module.others, _PROGRAM_SHAPE, _drop_in_program_shape)
     for computation in module.computations:
-        computation.others = [_drop_in_program_shape(number, field) for number, field in computation.others]
+        computation.others = edit_fields(computation.others, _PROGRAM_SHAPE, _drop_in_program_shape)
         _write_bitcasts(computation)
         # After all bitcasts, which look at the tiles of their operands.
         for instruction in computation.instructions:
             instruction.shape = _drop_in_shape(instruction.shape)
-            instruction.others = [_drop_in_field(number, field) for number, field in instruction.others]
+            fields = edit_fields(instruction.others, LITERAL, _drop_in_literal)
+            instruction.others = edit_fields(fields, _OPERAND_SHAPES, _drop_in_shape)
 
 
 def _write_bitcasts(computation: WrittenComputation) -> None:
@@ -79,12 +82,16 @@ def _write_bitcasts(computation: WrittenComputation) -> None:
         if instruction.opcode != "bitcast":
             continue
         operand = instructions[instruction.operands[0]]
-        if not keeps_order(operand.shape, instruction.shape):
-            elements = find_elements(operand.shape, instruction.shape)
+        if keeps_order(operand.shape, instruction.shape):
+            continue
+        elements = find_elements(operand.shape, instruction.shape)
+        if elements is not None:
             target = READ_PLACES
-            if elements is None:
-                target = READ_PADDING if _have_one_type(operand.shape, instruction.shape) else READ_WORDS
-            _write_as_call(instruction, target, elements)
+        elif _have_one_type(operand.shape, instruction.shape):
+            target = READ_PADDING
+        else:
+            target = READ_WORDS
+        _write_as_call(instruction, target, elements)
 
 
 def _have_one_type(source: bytes, target: bytes) -> bool:
@@ -104,52 +111,32 @@ def _write_as_call(instruction: WrittenInstruction, target: str, elements: Seque
     ]
 
 
-def _drop_in_program_shape(number: int, field: bytes) -> tuple[int, bytes]:
-    if number != _PROGRAM_SHAPE:
-        return number, field
-    return number, _drop_in_message(number, field, (_PARAMETERS, _RESULT))
+def _drop_in_program_shape(program_shape: bytes) -> bytes:
+    fields = edit_fields(split_fields(program_shape), _PARAMETERS, _drop_in_shape)
+    return join_fields(edit_fields(fields, _RESULT, _drop_in_shape))
 
 
-def _drop_in_field(number: int, field: bytes) -> tuple[int, bytes]:
-    if number == LITERAL:
-        return number, _drop_in_message(number, field, (_LITERAL_SHAPE,))
-    if number == _OPERAND_SHAPES:
-        [shape] = message(field)[number]
-        return number, write_field(number, _drop_in_shape(shape))
-    return number, field
-
-
-def _drop_in_message(number: int, field: bytes, shapes: Sequence[int]) -> bytes:
-    """A field that is a message, without the tiles of the shapes in some of its fields."""
-    [inner] = message(field)[number]
-    written = []
-    for inner_number, part in split_fields(inner):
-        if inner_number in shapes:
-            [shape] = message(part)[inner_number]
-            part = write_field(inner_number, _drop_in_shape(shape))
-        written.append(part)
-    return write_field(number, b"".join(written))
+def _drop_in_literal(literal: bytes) -> bytes:
+    return join_fields(edit_fields(split_fields(literal), _LITERAL_SHAPE, _drop_in_shape))
 
 
 @lru_cache(4096)  # a program has few shapes
 def _drop_in_shape(shape: bytes) -> bytes:
-    written = []
-    for field, data in split_fields(shape):
-        if field == _PARTS:
-            [part] = message(data)[field]
-            data = write_field(field, _drop_in_shape(part))
-        elif field == _LAYOUT:
-            [layout] = message(data)[field]
-            order = [part for number, part in split_fields(layout) if number == _MINOR_TO_MAJOR]
-            data = write_field(field, b"".join(order))
-        written.append(data)
-    return b"".join(written)
+    """A shape without tiles: f32[16,256]{1,0:T(8,128)} becomes f32[16,256]{1,0}."""
+    fields = edit_fields(split_fields(shape), _PARTS, _drop_in_shape)
+    return join_fields(edit_fields(fields, _LAYOUT, _drop_in_layout))
+
+
+def _drop_in_layout(layout: bytes) -> bytes:
+    """A layout that says the order of its dims alone."""
+    order = [row for row in split_fields(layout) if row[0] == _MINOR_TO_MAJOR]
+    return join_fields(order)
 
 
 @lru_cache(4096)
 def keeps_order(source: bytes, target: bytes) -> bool:
     """Whether a bitcast between two shapes is one of the numbers in the order of the dims of their layouts."""
-    if not (_list_tiles(source) or _list_tiles(target)):
+    if not _list_tiles(source) and not _list_tiles(target):
         return True
     if not _have_one_type(source, target):
         return False  # elements of another type may have another number of bits, and so other places
@@ -157,7 +144,10 @@ def keeps_order(source: bytes, target: bytes) -> bool:
     target_places = _find_places(target)
     if source_places is None or target_places is None:
         return False
-    return bool(np.array_equal(_in_order(source_places, source), _in_order(target_places, target)))
+    # Element n of the one, counted by its layout, must be where element n of the other is.
+    ordered_source_places = source_places.transpose(_read_order(source)).ravel()
+    ordered_target_places = target_places.transpose(_read_order(target)).ravel()
+    return bool(np.array_equal(ordered_source_places, ordered_target_places))
 
 
 @lru_cache(4096)
@@ -170,32 +160,35 @@ def find_elements(source: bytes, target: bytes) -> tuple[int, ...] | None:
     target_places = _find_places(target)
     if source_places is None or target_places is None or not _have_one_type(source, target):
         return None
-    elements = {int(place): number for number, place in enumerate(source_places.ravel())}
-    numbers = []
-    for place in target_places.ravel():
-        if int(place) not in elements:
+    element_at = {}  # by place
+    for element, place in enumerate(source_places.ravel().tolist()):
+        element_at[place] = element
+    elements = []
+    for place in target_places.ravel().tolist():
+        if place not in element_at:
             return None  # padding of the operand
-        numbers.append(elements[int(place)])
-    return tuple(numbers)
-
-
-def _in_order(places: np.ndarray, shape: bytes) -> np.ndarray:
-    """The places of all elements in the order of the dims of a layout, the slowest first."""
-    return places.transpose(_read_order(shape)).ravel()
+        elements.append(element_at[place])
+    return tuple(elements)
 
 
 def _read_order(shape: bytes) -> tuple[int, ...]:
+    """The dims in the order of a layout, the slowest first: of f32[16,256]{0,1}, where dim 0 is the fastest, (1, 0)."""
     fields = message(shape)
     if _LAYOUT not in fields:
         return tuple(range(len(integers(fields, _DIMS))))
-    return integers(message(fields[_LAYOUT][0]), _MINOR_TO_MAJOR)[::-1]
+    [layout] = fields[_LAYOUT]
+    fastest_first = integers(message(layout), _MINOR_TO_MAJOR)
+    return fastest_first[::-1]
 
 
 def _list_tiles(shape: bytes) -> list[tuple[int, ...]]:
+    """The tilings of a layout, one after the other: of bf16[16,256]{1,0:T(8,128)(2,1)}, (8, 128) and (2, 1)."""
     fields = message(shape)
     if _LAYOUT not in fields:
         return []
-    return [integers(message(tile), _TILE_DIMS) for tile in message(fields[_LAYOUT][0]).get(_TILES, ())]
+    [layout] = fields[_LAYOUT]
+    tiles = message(layout).get(_TILES, ())
+    return [integers(message(tile), _TILE_DIMS) for tile in tiles]
 
 
 @lru_cache(256)
@@ -215,11 +208,14 @@ def _find_places(shape: bytes) -> np.ndarray | None:
     places = np.zeros(sizes, np.int64)
     if places.size == 1:  # a single element is the first, in all tiles
         return places.reshape(dims)
+    # One array for each dim, which broadcast against each other: [4, 1] and [1, 3] for [4, 3].
     coordinates = list(np.indices(sizes, np.int64, sparse=True))
     for tile in _list_tiles(shape):
-        if len(tile) > len(sizes) or any(size >= _WHOLE_DIM for size in tile):
+        joins_dims = max(tile, default=0) >= _WHOLE_DIM
+        if len(tile) > len(sizes) or joins_dims:
             return None
         sizes, coordinates = _cut_tiles(sizes, coordinates, tile)
+    # Row by row: in [2, 2, 2, 2] the coordinates (0, 1, 1, 0) are the place ((0 * 2 + 1) * 2 + 1) * 2 + 0 = 6.
     for size, coordinate in zip(sizes, coordinates, strict=True):
         places = places * size + coordinate
     return places.transpose(np.argsort(order))
@@ -234,12 +230,13 @@ def _cut_tiles(
     tile (0, 1), and in it the place (1, 0).
     """
     first = len(sizes) - len(tile)
-    new_sizes = list(sizes[:first])
-    new_coordinates = list(coordinates[:first])
+    counts = []
+    tile_coordinates = []
+    places = []
     for size, coordinate, width in zip(sizes[first:], coordinates[first:], tile, strict=True):
-        new_sizes.append(-(-size // width))
-        new_coordinates.append(coordinate // width)
-    for coordinate, width in zip(coordinates[first:], tile, strict=True):
-        new_sizes.append(width)
-        new_coordinates.append(coordinate % width)
+        counts.append(-(-size // width))
+        tile_coordinates.append(coordinate // width)
+        places.append(coordinate % width)
+    new_sizes = [*sizes[:first], *counts, *tile]
+    new_coordinates = [*coordinates[:first], *tile_coordinates, *places]
     return new_sizes, new_coordinates

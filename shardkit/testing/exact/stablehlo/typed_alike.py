@@ -29,50 +29,69 @@ from shardkit.testing.exact.stablehlo.instructions import (
 _OF_ONE_ARRAY = ("reduce-scatter", "collective-permute")
 # Operations that move, choose or add numbers. Not a bitcast, which is one of bits.
 _OF_ONE_DTYPE = {
-    *("add", "subtract", "multiply", "divide", "negate", "abs", "maximum", "minimum", "select", "clamp"),
-    *("copy", "reshape", "transpose", "broadcast", "reverse", "pad", "slice", "dynamic-slice", "concatenate"),
-    *("dynamic-update-slice", "gather", "reduce-precision", "all-reduce"),
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "negate",
+    "abs",
+    "maximum",
+    "minimum",
+    "select",
+    "clamp",
+    "copy",
+    "reshape",
+    "transpose",
+    "broadcast",
+    "reverse",
+    "pad",
+    "slice",
+    "dynamic-slice",
+    "concatenate",
+    "dynamic-update-slice",
+    "gather",
+    "reduce-precision",
+    "all-reduce",
 }
 # Operations that combine the elements of float32 by a function of float32, and round the result.
 _ROUNDED_BEHIND = {"reduce"}
+_CONVERTED = _OF_ONE_DTYPE | _ROUNDED_BEHIND
 # xla's numbers of float16, float32 and bfloat16.
-_FLOATS = (10, 11, 16)
+_FLOATS = {10, 11, 16}
 _FLOAT32 = 11
 
 
 def split_arrays(computation: WrittenComputation) -> None:
     """Writes collectives of several arrays as those of one, where StableHLO has these alone."""
     number = computation.next_number()
-    written = []
+    instructions = []
     for instruction in computation.instructions:
         shapes = list_parts(instruction.shape)
         # A collective with further operands, as places in the arrays, is another function: it stays.
-        if instruction.opcode in _OF_ONE_ARRAY and 1 < len(shapes) == len(instruction.operands):
+        has_several_arrays = 1 < len(shapes) == len(instruction.operands)
+        if instruction.opcode in _OF_ONE_ARRAY and has_several_arrays:
             parts = []
             for operand, shape in zip(instruction.operands, shapes, strict=True):
-                name = f"{instruction.name}.{number}"
-                parts.append(WrittenInstruction(number, name, instruction.opcode, [operand], shape, instruction.others))
+                parts.append(_copy(instruction, number, [operand], shape))
                 number += 1
-            written += parts
-            instruction.opcode = "tuple"
-            instruction.operands = [part.number for part in parts]
-            instruction.others = instruction.metadata
-        written.append(instruction)
-    computation.instructions = written
+            instructions += parts
+            _become(instruction, "tuple", [part.number for part in parts])
+        instructions.append(instruction)
+    computation.instructions = instructions
 
 
 def convert_floats(computation: WrittenComputation) -> None:
     """Writes operations of floats of two dtypes with a conversion."""
     number = computation.next_number()
     shapes = {instruction.number: instruction.shape for instruction in computation.instructions}
-    written = []
+    instructions = []
     for instruction in computation.instructions:
-        if instruction.opcode in _OF_ONE_DTYPE | _ROUNDED_BEHIND:
+        if instruction.opcode in _CONVERTED:
             conversions = _convert(instruction, shapes, number)
             number += len(conversions)
-            written += conversions
-        written.append(instruction)
-    computation.instructions = written
+            instructions += conversions
+        instructions.append(instruction)
+    computation.instructions = instructions
 
 
 def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: int) -> list[WrittenInstruction]:
@@ -84,19 +103,21 @@ def _convert(instruction: WrittenInstruction, shapes: dict[int, bytes], number: 
         number: the first number that no instruction has.
     """
     parts = list_parts(instruction.shape)
-    types = {_read_type(shape) for shape in parts}
-    dtypes = types | {_read_type(shapes[operand]) for operand in instruction.operands}
-    dtypes &= set(_FLOATS)
-    if len(dtypes) < 2:  # StableHLO has this operation as it is
+    result_types = set(map(_read_type, parts))
+    operand_types = {_read_type(shapes[operand]) for operand in instruction.operands}
+    float_types = (result_types | operand_types) & _FLOATS
+    if len(float_types) < 2:  # StableHLO has this operation as it is
         return []
-    if len(parts) > 1:
-        conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
-        return [*conversions, *_convert_results(instruction, parts, number + len(conversions))]
-    if instruction.opcode in _ROUNDED_BEHIND:
-        conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
-        return [*conversions, _convert_result(instruction, number + len(conversions))]
-    [target] = types
-    return _convert_operands(instruction, shapes, target, number)
+    # What moves or adds numbers of one array is done in the type of its result.
+    if len(parts) == 1 and instruction.opcode not in _ROUNDED_BEHIND:
+        [target] = result_types
+        return _convert_operands(instruction, shapes, target, number)
+    # A reduce, and what has arrays of several types, is done in float32 and rounded at its end.
+    conversions = _convert_operands(instruction, shapes, _FLOAT32, number)
+    number += len(conversions)
+    if len(parts) == 1:
+        return [*conversions, _convert_result(instruction, number)]
+    return [*conversions, *_convert_results(instruction, parts, number)]
 
 
 def _convert_operands(
@@ -107,8 +128,10 @@ def _convert_operands(
     operands = []
     for operand in instruction.operands:
         shape = shapes[operand]
-        if _read_type(shape) in _FLOATS and _read_type(shape) != target:
-            conversions.append(_make(instruction, number, "convert", operand, _write_type(shape, target)))
+        element_type = _read_type(shape)
+        if element_type in _FLOATS and element_type != target:
+            conversion = _make(instruction, number, "convert", operand, _write_type(shape, target))
+            conversions.append(conversion)
             operand = number
             number += 1
         operands.append(operand)
@@ -123,11 +146,8 @@ def _convert_result(instruction: WrittenInstruction, number: int) -> WrittenInst
     `%s = bf16[4] convert(%s.5)`.
     """
     shape = _write_type(instruction.shape, _FLOAT32)
-    name = f"{instruction.name}.{number}"
-    operation = WrittenInstruction(number, name, instruction.opcode, instruction.operands, shape, instruction.others)
-    instruction.opcode = "convert"
-    instruction.operands = [number]
-    instruction.others = instruction.metadata
+    operation = _copy(instruction, number, instruction.operands, shape)
+    _become(instruction, "convert", [number])
     return operation
 
 
@@ -142,31 +162,41 @@ def _convert_results(instruction: WrittenInstruction, parts: list[bytes], number
         %s.8 = bf16[4] convert(%s.7)
         %s = tuple(%s.6, %s.8)                          what others read keeps its number
     """
-    total = number
-    widened = [_widen(part) for part in parts]
-    shape = make_tuple(widened)
-    name = f"{instruction.name}.{total}"
-    operation = WrittenInstruction(total, name, instruction.opcode, instruction.operands, shape, instruction.others)
-    before = [operation]
+    wide_parts = list(map(_widen, parts))
+    operation = _copy(instruction, number, instruction.operands, make_tuple(wide_parts))
+    instructions = [operation]
     results = []
-    for place, (part, wide_part) in enumerate(zip(parts, widened, strict=True)):
+    for place, (part, wide_part) in enumerate(zip(parts, wide_parts, strict=True)):
         number += 1
-        element = _make(instruction, number, "get-tuple-element", total, wide_part)
+        element = _make(instruction, number, "get-tuple-element", operation.number, wide_part)
         element.others.append((TUPLE_INDEX, write_field(TUPLE_INDEX, place)))
-        before.append(element)
+        instructions.append(element)
         if part != wide_part:
             number += 1
-            before.append(_make(instruction, number, "convert", element.number, part))
+            instructions.append(_make(instruction, number, "convert", element.number, part))
         results.append(number)
-    instruction.opcode = "tuple"
-    instruction.operands = results
-    instruction.others = instruction.metadata
-    return before
+    _become(instruction, "tuple", results)
+    return instructions
 
 
 def _widen(shape: bytes) -> bytes:
     """An array of floats in float32; one of integers, as the places of an argmax, as it is."""
-    return _write_type(shape, _FLOAT32) if _read_type(shape) in _FLOATS else shape
+    if _read_type(shape) not in _FLOATS:
+        return shape
+    return _write_type(shape, _FLOAT32)
+
+
+def _copy(instruction: WrittenInstruction, number: int, operands: list[int], shape: bytes) -> WrittenInstruction:
+    """The same operation with a number of its own, of other operands or with another shape."""
+    name = f"{instruction.name}.{number}"
+    return WrittenInstruction(number, name, instruction.opcode, operands, shape, instruction.others)
+
+
+def _become(instruction: WrittenInstruction, opcode: str, operands: list[int]) -> None:
+    """Makes an instruction another operation; what reads it keeps reading it by its number."""
+    instruction.opcode = opcode
+    instruction.operands = operands
+    instruction.others = instruction.metadata
 
 
 def _make(origin: WrittenInstruction, number: int, opcode: str, operand: int, shape: bytes) -> WrittenInstruction:
@@ -179,9 +209,10 @@ def _read_type(shape: bytes) -> int:
 
 
 def _write_type(shape: bytes, number: int) -> bytes:
-    written = []
-    for field, data in split_fields(shape):
-        if field == TYPE:
-            data = write_field(TYPE, number)
-        written.append(data)
-    return b"".join(written)
+    """A shape with elements of another type."""
+    fields = []
+    for field_number, field in split_fields(shape):
+        if field_number == TYPE:
+            field = write_field(TYPE, number)
+        fields.append(field)
+    return b"".join(fields)
