@@ -88,8 +88,8 @@ def linear_recurrence(
         bonus_HK: a token reads the state before it writes, and its own value `(q * bonus * k).sum() * v` beside it.
         segments_bt: int32 numbers of the documents packed into each sequence, whose tokens are next to each other. The
             state is zero at the begin of each.
-        chunk: tokens that are computed at once, rounded up to a power of two. With a log_decay for each row, time and memory grow with it, and 16 is
-            a good choice.
+        chunk: tokens that are computed at once, rounded up to a power of two. With a log_decay for each row, time and
+            memory grow with it, and 16 is a good choice.
 
     Returns:
         Array of the shape of v_btHV and of its dtype. States are float32.
