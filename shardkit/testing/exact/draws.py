@@ -22,8 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
+from shardkit.testing.exact.chosen_inputs import draw_across, draw_at
+from shardkit.testing.exact.coverage import Coverage
 from shardkit.testing.exact.crossings import Crossings
+from shardkit.testing.exact.decision import EQUALITY, INTEGERS, ORDER, Decision
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
 from shardkit.testing.exact.float_inputs import Propose
 from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie, find_tie_without_effect
@@ -182,17 +184,17 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | 
         _check_numbers(pair)
         _check_ties(pair)
         _check_hidden(pair, effort)
-    return pair.evidence()
+    return pair.collect_evidence()
 
 
 def _draw_where_floats_differ(pair: ProgramPair, effort: Effort, propose: Propose | None) -> None:
     """Draws at inputs for which both sides differ in floats: a wrong kernel differs in the field too."""
     if pair.field.settings.order is not None or propose is None or not effort.floats:
         return
-    proposals = propose(pair.make_field(0, KINDS[0]), effort.floats)
+    proposals = propose(pair.make_silent_field(0, KINDS[0]), effort.floats)
     pair.lacks_floats = proposals is None
     for inputs in (proposals or ())[: max(_FEWEST_PROPOSED, 2 * effort.crossed)]:
-        pair.draw_at(inputs)
+        draw_at(pair, inputs)
 
 
 def _check_domains(pair: ProgramPair) -> None:
@@ -328,7 +330,7 @@ def _has_enough_draws(pair: ProgramPair, effort: Effort) -> bool:
     if pair.draws < wanted:
         return False
     # What joins comparisons may be true for few inputs. And each element of a result must be a number in some draw.
-    joins = any(decision.joined for decision in waiting)
+    joins = any(decision.joins for decision in waiting)
     return not (joins or pair.elements.find_excluded()) and pair.elements.are_defined
 
 
@@ -340,7 +342,7 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
     # A difference that depends on several comparisons shows where several elements are put at the same time.
     for _ in range(count):
         if pair.draws < last:
-            pair.cross(crossings, min(_TOGETHER, last - pair.draws))
+            draw_across(pair, crossings, min(_TOGETHER, last - pair.draws))
 
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
