@@ -219,7 +219,7 @@ class Coverage:
         # Where all inputs are zero, a wrong branch mostly gives the right zero: only equality is seen there.
         if field.settings.kind == "zero" and decision.kind != EQUALITY:
             return
-        key = Key(self.side, id(equation), part, decision.was_true.ndim)
+        key = Key(Place(self.side, id(equation), part), decision.was_true.ndim)
         if key in decisions:
             decisions[key].add(decision)
         else:
@@ -367,7 +367,7 @@ class Coverage:
         same = [np.zeros(0, np.uint64)]
         other = [np.zeros(0, np.uint64)]
         for key, decision in self.decisions.items():
-            if key.side != side:
+            if key.place.side != side:
                 continue
             for hashes, ways in decision.ties:
                 same.append(hashes[ways > 0])
@@ -389,12 +389,12 @@ def _list_foreign(decisions: dict[Key, Decision]) -> list[Key]:
     hashes: list[set[int]] = [set(), set()]
     has_unidentified = [False, False]
     for key, decision in decisions.items():
-        hashes[key.side] |= decision.hashes
+        hashes[key.place.side] |= decision.hashes
         if decision.is_unidentified:
-            has_unidentified[key.side] = True
+            has_unidentified[key.place.side] = True
     foreign = []
     for key, decision in decisions.items():
-        other_side = 1 - key.side
+        other_side = 1 - key.place.side
         is_alone = decision.is_unidentified and not has_unidentified[other_side]
         if is_alone or decision.hashes - hashes[other_side]:
             foreign.append(key)

@@ -36,7 +36,7 @@ _STEPS = 16
 _STEP = 1 / _STEPS  # an element is moved by this: a power of two, so that real values stay exact
 _LARGEST = 1e6  # the largest value that an element gets
 _ANY = 0.5  # how often any comparison is chosen, although there are preferred ones
-_DIVISORS = 0.25  # how often a divisor is chosen in this case
+_DIVISORS = 0.25  # how often a divisor is chosen where any comparison may be
 _NEXT = 0.5  # how often the new value lies between the crossing and the next one
 _APART = 1e-7  # crossings that differ by less than this share may differ by rounding alone
 _EXACTLY = 0.5  # how often a comparison gets equal numbers; else it goes one way or the other
@@ -58,17 +58,35 @@ class Difference(NamedTuple):
     valid: np.ndarray
 
 
-# A place of a program, and how often its equation ran before, as in the rounds of a loop.
-Round = tuple[Place, int]
-# Of a comparison of arrays the place of one element, and the value of the moved element at which it is zero.
-Crossing = tuple[int, float]
+class Round(NamedTuple):
+    """One run of an equation that compares.
+
+    Attributes:
+        place: where the program compares.
+        number: how often the equation ran before, as in the rounds of a loop.
+    """
+
+    place: Place
+    number: int
+
+
+class Crossing(NamedTuple):
+    """Where one element of a difference is zero.
+
+    Attributes:
+        index: the element of the difference, in row-major order.
+        value: the value of the moved element of an input at which it is zero.
+    """
+
+    index: int
+    value: float
 
 
 class Differences:
     """The differences that a run compared.
 
     Attributes:
-        by_round: the differences, by the place of the comparison, and how often its equation ran before.
+        by_round: the differences, by the run of the equation that compared them.
     """
 
     def __init__(self) -> None:
@@ -80,9 +98,9 @@ class Differences:
         difference = to_number(field, subtract(field, x, y))
         is_finite = (difference.poison == 0) & (difference.infinite == 0)
         valid = np.broadcast_to(field.valid(difference.used), difference.number.shape)
-        round_number = self._rounds[place]
-        self.by_round[place, round_number] = Difference(difference.number, difference.real[0], is_finite, valid)
-        self._rounds[place] = round_number + 1
+        compared_round = Round(place, self._rounds[place])
+        self.by_round[compared_round] = Difference(difference.number, difference.real[0], is_finite, valid)
+        self._rounds[place] += 1
 
 
 class Crossings:
@@ -140,35 +158,36 @@ class Crossings:
         crossings_by_round = self._find_crossings(field, moved, before, after)
         if not crossings_by_round:
             return None
-        chosen_round = self._choose_round(list(crossings_by_round), preferred)
-        place, _ = chosen_round
+        compared_round = self._choose_round(list(crossings_by_round), preferred)
+        place = compared_round.place
         self.crossed[place] += 1
         self._tie = None
-        # One element of the comparison, at random, and the value of the moved element at which it is zero.
-        candidates = crossings_by_round[chosen_round]
+        # One element of the comparison, at random.
+        candidates = crossings_by_round[compared_round]
         index, value = candidates[self.rng.integers(len(candidates))]
         if place.part == DIVISOR or self.rng.random() < _EXACTLY:
             self._tie = place, index
-            first = before.by_round[chosen_round]
-            second = after.by_round[chosen_round]
+            first = before.by_round[compared_round]
+            second = after.by_round[compared_round]
             number = _find_residues_of_crossing(field, moved, first, second, index)
             return moved._replace(number=number, real=value)
-        all_values = []
+        values = []
         for crossings in crossings_by_round.values():
-            for _, crossing_value in crossings:
-                all_values.append(crossing_value)
-        return moved._replace(real=self._choose_beyond(value, np.array(all_values)))
+            values += [crossing.value for crossing in crossings]
+        # The residues stay: results are compared at other numbers, and only the comparison goes another way.
+        return moved._replace(real=self._choose_beyond(value, np.array(values)))
 
     def _choose_round(self, candidates: Sequence[Round], preferred: Container[Place]) -> Round:
         """One of the comparisons: often a preferred one, and of these one that was solved for least often."""
-        rounds = [candidate for candidate in candidates if candidate[0] in preferred]
+        rounds = [candidate for candidate in candidates if candidate.place in preferred]
         if not rounds or self.rng.random() < _ANY:
             is_divisor = self.rng.random() < _DIVISORS
-            rounds = [candidate for candidate in candidates if (candidate[0].part == DIVISOR) == is_divisor]
+            rounds = [candidate for candidate in candidates if (candidate.place.part == DIVISOR) == is_divisor]
         if not rounds:
             rounds = list(candidates)
-        fewest = min(self.crossed[place] for place, _ in rounds)
-        rounds = [candidate for candidate in rounds if self.crossed[candidate[0]] == fewest]
+        counts = [self.crossed[candidate.place] for candidate in rounds]
+        fewest = min(counts)
+        rounds = [candidate for candidate, count in zip(rounds, counts, strict=True) if count == fewest]
         return rounds[self.rng.integers(len(rounds))]
 
     def _find_crossings(
@@ -176,7 +195,7 @@ class Crossings:
     ) -> dict[Round, list[Crossing]]:
         """For each comparison its elements that depend on the moved element, with the value at which each is zero.
 
-        Worked example: `x < y` of x [2] and y [2], of which x[0] is moved: {the round of `<`: [(0, 2.5)]}, because
+        Worked example: `x < y` of x [2] and y [2], of which x[0] is moved. The round of `<` has one crossing, (0, 2.5):
         element 0 of the difference is zero at x[0] = 2.5, and element 1 does not depend on x[0].
         """
         crossings_by_round = {}
@@ -186,9 +205,11 @@ class Crossings:
                 continue
             values, is_known = _find_real_crossings(field, moved, first, second)
             indices = np.flatnonzero(is_known)
-            if len(indices):
-                known_values = values.reshape(-1)[indices]
-                crossings_by_round[compared_round] = list(zip(indices.tolist(), known_values.tolist(), strict=True))
+            if not len(indices):
+                continue
+            known_values = values.reshape(-1)[indices]
+            crossings = map(Crossing, indices.tolist(), known_values.tolist())
+            crossings_by_round[compared_round] = list(crossings)
         return crossings_by_round
 
     def _choose_beyond(self, crossing: float, crossings: np.ndarray) -> float:

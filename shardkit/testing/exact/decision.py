@@ -63,24 +63,15 @@ class Place(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A decision of a program: a place, for arrays of one rank. A loop may run an equation for others.
+    """A decision of a program: a place, for arrays of one rank. A loop may run an equation for arrays of another.
 
     Attributes:
-        side: ON_MESH or ALONE.
-        equation: the id of the equation.
-        part: which part of the equation compares.
+        place: where the program compares.
         rank: the number of dims that are compared.
     """
 
-    side: int
-    equation: int
-    part: str
+    place: Place
     rank: int
-
-    @property
-    def place(self) -> Place:
-        """Where the program compares."""
-        return Place(self.side, self.equation, self.part)
 
 
 class Ties(NamedTuple):

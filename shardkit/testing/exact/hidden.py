@@ -56,9 +56,9 @@ def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
     """
     draws_by_side: dict[int, list[_Draw]] = {}
     for key in pair.coverage.list_foreign_keys():
-        if key.side not in draws_by_side:
-            draws_by_side[key.side] = _list_draws(pair, key.side, kinds)
-        if _is_hidden(key, draws_by_side[key.side], EVERYWHERE):
+        if key.place.side not in draws_by_side:
+            draws_by_side[key.place.side] = _list_draws(pair, key.place.side, kinds)
+        if _is_hidden(key, draws_by_side[key.place.side], EVERYWHERE):
             return pair.coverage.decisions[key]
     return None
 
@@ -69,7 +69,7 @@ def find_hidden_tie(pair: ProgramPair) -> Decision | None:
     Cost: as `find_hidden`.
     """
     for key in pair.coverage.find_differing_ties():
-        draws = [_Draw(pair, key.side, field) for field in pair.make_tied_fields(key)]
+        draws = [_Draw(pair, key.place.side, field) for field in pair.make_tied_fields(key)]
         if _is_hidden(key, draws, TIES):
             return pair.coverage.decisions[key]
     return None
@@ -90,7 +90,7 @@ def find_tie_without_effect(pair: ProgramPair, kinds: Sequence[str]) -> Decision
         was_missed = differs & ~was_met
         if not was_met.any() or not was_missed.any():
             continue
-        draws = _list_draws(pair, key.side, kinds)
+        draws = _list_draws(pair, key.place.side, kinds)
         if not _changes_a_result(key, draws, was_met) and _changes_a_result(key, draws, was_missed):
             return decision
     return None
@@ -106,7 +106,7 @@ def _list_draws(pair: ProgramPair, side: int, kinds: Sequence[str]) -> list[_Dra
 
 def _turn(key: Key, where: np.ndarray | str) -> Turned:
     """One comparison that is turned round."""
-    return {(key.equation, key.part): where}
+    return {(key.place.equation, key.place.part): where}
 
 
 def _changes_a_result(key: Key, draws: Iterable[_Draw], where: np.ndarray) -> bool:
@@ -158,8 +158,8 @@ class _Draw:
         # The parts of each equation that compare.
         self._parts: dict[int, set[str]] = {}
         for key in pair.coverage.decisions:
-            if key.side == side:
-                self._parts.setdefault(key.equation, set()).add(key.part)
+            if key.place.side == side:
+                self._parts.setdefault(key.place.equation, set()).add(key.place.part)
 
     @cached_property
     def plain(self) -> _Run:

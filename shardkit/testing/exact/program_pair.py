@@ -271,7 +271,7 @@ class ProgramPair:
             self.exact_functions = results.field.choices.exact_functions
         are_defined = True
         for index, ((x, y), equal) in enumerate(zip(results.pairs, results.equal, strict=True)):
-            is_defined = self._check_result(results.field, index, self.names[index], x, y, equal)
+            is_defined = self._check_result(results.field, index, x, y, equal)
             are_defined = are_defined and is_defined
         # Comparisons are noted in the field in which results are compared: the laws of roots change residues, and so
         # which differences are compared with zero, and which of them both sides compare.
@@ -358,13 +358,12 @@ class ProgramPair:
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
         return on_mesh, alone
 
-    def _check_result(self, field: Field, index: int, name: str, a: Exact, b: Exact, equal: np.ndarray) -> bool:
+    def _check_result(self, field: Field, index: int, a: Exact, b: Exact, equal: np.ndarray) -> bool:
         """Refuses a result that differs.
 
         Args:
             field: the field in which the results were compared.
             index: the number of the result.
-            name: the name of the result.
             a: the result of the program on the mesh.
             b: the result of the reference.
             equal: bool [...], where both are equal.
@@ -374,7 +373,8 @@ class ProgramPair:
         """
         self._check_depth(field, a, b)
         if not equal.all():
-            self._refuse(field, index, name, a, b)
+            self._refuse(field, index, a, b)
+        name = self.names[index]
         self.elements.note_numbers(name, a, b)
         # Of an order, or of planted inputs, a result says something of these inputs alone.
         if field.settings.order is None and not field.planted:
@@ -394,11 +394,12 @@ class ProgramPair:
         if used >= field.settings.levels:
             raise TooDeepError
 
-    def _refuse(self, field: Field, index: int, name: str, a: Exact, b: Exact) -> None:
+    def _refuse(self, field: Field, index: int, a: Exact, b: Exact) -> None:
         """Raises the error of a result that differs: not decided if both sides have the same real values."""
         are_alike = agree(field, a, b)
         hint = describe_missing_law(field)
         precision = "float32" if rounds_in_float32(field) else "float64"
+        name = self.names[index]
         description = self._describe(field, index, a, b)
         if are_alike:
             raise UndecidedError(
