@@ -74,11 +74,11 @@ class Crossing(NamedTuple):
     """Where one element of a difference is zero.
 
     Attributes:
-        index: the element of the difference, in row-major order.
+        position: the place of the element in the difference, in row-major order.
         value: the value of the moved element of an input at which it is zero.
     """
 
-    index: int
+    position: int
     value: float
 
 
