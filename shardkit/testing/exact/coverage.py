@@ -28,8 +28,8 @@ from shardkit.testing.exact.decision import (
     INTEGERS,
     ORDER,
     Decision,
+    DecisionPlace,
     Key,
-    Place,
     count_excess,
     find_constants,
     find_known_signs,
@@ -74,7 +74,7 @@ class Coverage:
     side: int = ALONE
     identifies: bool = True
     differences: Differences | None = None
-    tried: dict[Place, set[int]] = attribute(default_factory=dict)
+    tried: dict[DecisionPlace, set[int]] = attribute(default_factory=dict)
     choices: dict[Key, Decision] = attribute(default_factory=dict)
     roundings: dict[Key, Decision] = attribute(default_factory=dict)
     coincidences: dict[str, str] = attribute(default_factory=dict)
@@ -87,7 +87,7 @@ class Coverage:
         """Notes the outcomes of a comparison of floats."""
         x, y = operands
         if self.differences is not None:
-            self.differences.note(Place(self.side, id(equation), part), field, x, y)
+            self.differences.note(DecisionPlace(self.side, id(equation), part), field, x, y)
         name = equation.primitive.name
         kind = EQUALITY if name in _EQUALITIES else ORDER
         # A comparison with NaN or infinity goes the same way whatever the other number is, and shows nothing of it.
@@ -135,13 +135,13 @@ class Coverage:
     def note_jump(self, field: Field, equation: Any, x: Exact, jump: Exact) -> None:
         """Notes a number that is rounded, and where it jumps to the next integer: inputs are put there."""
         if self.differences is not None and x.degree.total:
-            self.differences.note(Place(self.side, id(equation), JUMP), field, x, jump)
+            self.differences.note(DecisionPlace(self.side, id(equation), JUMP), field, x, jump)
 
     def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
         """Notes a divisor, or the argument of a logarithm: inputs are put where it is zero."""
         if self.differences is not None and x.degree.total:
             zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
-            self.differences.note(Place(self.side, id(equation), DIVISOR), field, x, zero)
+            self.differences.note(DecisionPlace(self.side, id(equation), DIVISOR), field, x, zero)
 
     def note_coincidence(self, field: Field, equation: Any, line: str, truth: np.ndarray) -> None:
         """Where real values are equal, and residues are not.
@@ -219,7 +219,7 @@ class Coverage:
         # Where all inputs are zero, a wrong branch mostly gives the right zero: only equality is seen there.
         if field.settings.kind == "zero" and decision.kind != EQUALITY:
             return
-        key = Key(Place(self.side, id(equation), part), decision.was_true.ndim)
+        key = Key(DecisionPlace(self.side, id(equation), part), decision.was_true.ndim)
         if key in decisions:
             decisions[key].add(decision)
         else:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.testing.exact.decision import Place
+from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import ANY, MIXED, SIMILAR, Field
 from shardkit.testing.exact.numbers.logarithms import to_number
@@ -66,7 +66,7 @@ class Round(NamedTuple):
         number: how often the equation ran before, as in the rounds of a loop.
     """
 
-    place: Place
+    place: DecisionPlace
     number: int
 
 
@@ -91,9 +91,9 @@ class Differences:
 
     def __init__(self) -> None:
         self.by_round: dict[Round, Difference] = {}
-        self._rounds: Counter[Place] = Counter()
+        self._rounds: Counter[DecisionPlace] = Counter()
 
-    def note(self, place: Place, field: Field, x: Exact, y: Exact) -> None:
+    def note(self, place: DecisionPlace, field: Field, x: Exact, y: Exact) -> None:
         """Notes the comparison of x with y at a place."""
         difference = to_number(field, subtract(field, x, y))
         is_finite = (difference.poison == 0) & (difference.infinite == 0)
@@ -113,10 +113,10 @@ class Crossings:
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
-        self.crossed: Counter[Place] = Counter()
-        self._tie: tuple[Place, int] | None = None
+        self.crossed: Counter[DecisionPlace] = Counter()
+        self._tie: tuple[DecisionPlace, int] | None = None
 
-    def note_end(self, tried: dict[Place, set[int]]) -> None:
+    def note_end(self, tried: dict[DecisionPlace, set[int]]) -> None:
         """Adds the comparison at whose tie the last element was put to those that were tried, even if that failed."""
         if self._tie is not None:
             place, index = self._tie
@@ -144,7 +144,12 @@ class Crossings:
         return Element(name, index, number, real + _STEP)
 
     def solve(
-        self, field: Field, moved: Element, before: Differences, after: Differences, preferred: Container[Place] = ()
+        self,
+        field: Field,
+        moved: Element,
+        before: Differences,
+        after: Differences,
+        preferred: Container[DecisionPlace] = (),
     ) -> Element | None:
         """The moved element with a value at which a comparison changes; None if none depends on it linearly.
 
@@ -177,7 +182,7 @@ class Crossings:
         # The residues stay: results are compared at other numbers, and only the comparison goes another way.
         return moved._replace(real=self._choose_beyond(value, np.array(values)))
 
-    def _choose_round(self, candidates: Sequence[Round], preferred: Container[Place]) -> Round:
+    def _choose_round(self, candidates: Sequence[Round], preferred: Container[DecisionPlace]) -> Round:
         """One of the comparisons: often a preferred one, and of these one that was solved for least often."""
         rounds = [candidate for candidate in candidates if candidate.place in preferred]
         if not rounds or self.rng.random() < _ANY:

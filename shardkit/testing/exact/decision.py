@@ -48,7 +48,7 @@ _WAYS_OF_EQUAL_NUMBERS = {
 }
 
 
-class Place(NamedTuple):
+class DecisionPlace(NamedTuple):
     """Where a program compares.
 
     Attributes:
@@ -70,7 +70,7 @@ class Key(NamedTuple):
         rank: the number of dims that are compared.
     """
 
-    place: Place
+    place: DecisionPlace
     rank: int
 
 

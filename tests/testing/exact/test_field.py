@@ -8,7 +8,7 @@ import pytest
 
 from shardkit.testing.exact.coverage import ALONE
 from shardkit.testing.exact.crossings import DIVISOR, Crossings, Differences
-from shardkit.testing.exact.decision import Place
+from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.numbers.arithmetic import add, invert, matmul, multiply, negate, power, subtract, sum_dims
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
@@ -80,8 +80,10 @@ def test_similar_inputs_differ_by_little_along_some_dims():
 
 # A comparison that one side alone makes is solved for as often as all others together, a divisor less often.
 def test_crossings_prefer_comparisons_of_one_side():
-    crossings, foreign = Crossings(), Place(0, 9, "")
-    places = [Place(0, number, "") for number in range(10)] + [Place(0, number, DIVISOR) for number in range(10)]
+    crossings, foreign = Crossings(), DecisionPlace(0, 9, "")
+    places = [DecisionPlace(0, number, "") for number in range(10)] + [
+        DecisionPlace(0, number, DIVISOR) for number in range(10)
+    ]
     for seed in range(40):
         field = Field(Settings(1, seed, kind="any", crossed=True))
         x = draw_input(field, "x", (2, 3))
