@@ -8,8 +8,9 @@ What a reader may look for:
   `program_pair.py`, one run of both;
 - what a primitive means in a field: `rules/primitive_rules.py`. How devices, loops and branches are run:
   `interpreter.py`, with `pieces.py` for what goes into a shard_map and comes out of it;
-- why a proof believes that it has seen all branches: `coverage.py`, with `crossings.py`, which chooses inputs at a
-  branch, and `hidden.py`. `following.py` knows which integers follow from floats;
+- why a proof believes that it has seen all branches: `decision.py`, one comparison, and `coverage.py`, all of them;
+  `crossings.py` and `chosen_inputs.py`, which go to the inputs at a branch, and `hidden.py`. `following.py` knows which
+  integers follow from floats;
 - what a proof assumes, and how the certificate says it: `certificate.py`;
 - how a message finds the wrong line: `difference.py`. Of a run that `record.py` keeps, `search.py` tries the repairs of
   `proposals.py` at the equations of `suspects.py`, each by one more run (`changed_run.py`), and `remedies.py` chooses

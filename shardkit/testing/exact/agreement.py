@@ -17,28 +17,28 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import OUTSIDE, Exact
 from shardkit.testing.exact.rules.linear_algebra import FACTORS
 
-# By how large a share real values may differ by rounding alone: in float64; where factors of matrices magnify that; and
-# in float32, where functions of constants were computed in it.
-_ROUNDS, _ROUNDS_OF_FACTORS, _ROUNDS_OF_FLOATS = 1e-13, 1e-9, 1e-6
+# By how large a share real values may differ by rounding alone.
+_IN_FLOAT64 = 1e-13
+_BEHIND_FACTORS = 1e-9  # factors of matrices magnify the rounding of float64
+_IN_FLOAT32 = 1e-6  # where functions of constants were computed in float32
 # A compiler folds a chain of constants in float32, which rounds in each step: 1.1 sixty times gives 1.3e-6.
-_ROUNDS_OF_CHAINS = 1e-5
+_BEHIND_CHAINS = 1e-5
 
 
 def agree(field: Field, x: Exact, y: Exact) -> bool:
     """Whether two results have the same real values, but for rounding."""
-    rounds = _ROUNDS
     if field.compiled and _have_other_constants(field):
-        rounds = _ROUNDS_OF_CHAINS
-    elif rounds_in_float32(field):
-        rounds = _ROUNDS_OF_FLOATS
-    elif field.notes.uninterpreted & FACTORS:
-        rounds = _ROUNDS_OF_FACTORS
-    return _are_close(field, x, y, rounds)
+        return _are_close(field, x, y, _BEHIND_CHAINS)
+    if rounds_in_float32(field):
+        return _are_close(field, x, y, _IN_FLOAT32)
+    if field.notes.uninterpreted & FACTORS:
+        return _are_close(field, x, y, _BEHIND_FACTORS)
+    return _are_close(field, x, y, _IN_FLOAT64)
 
 
 def agree_in_float32(field: Field, x: Exact, y: Exact) -> bool:
     """Whether two results have the same real values, but for rounding of float32."""
-    return _are_close(field, x, y, _ROUNDS_OF_FLOATS)
+    return _are_close(field, x, y, _IN_FLOAT32)
 
 
 def rounds_in_float32(field: Field) -> bool:
@@ -55,10 +55,12 @@ def describe_missing_law(field: Field) -> str:
     names = {*field.notes.uninterpreted, *field.notes.rounded}
     if field.notes.logs:
         names.add("log")
-    *first, last = sorted(names) or ["constants"]
-    listed = f"{', '.join(first)} or {last}" if first else last
+    *first_names, last_name = sorted(names) or ["constants"]
+    words = last_name
+    if first_names:
+        words = f"{', '.join(first_names)} or {last_name}"
     return (
-        f". An identity of {listed} is missing: write that part alike on both sides, or compare floats with "
+        f". An identity of {words} is missing: write that part alike on both sides, or compare floats with "
         "assert_matches_reference."
     )
 
@@ -70,19 +72,21 @@ def _have_other_constants(field: Field) -> bool:
     return any(np.dtype(dtype).kind == "f" for _, dtype in on_mesh ^ alone)
 
 
-def _are_close(field: Field, x: Exact, y: Exact, rounds: float) -> bool:
+def _are_close(field: Field, x: Exact, y: Exact, share: float) -> bool:
     """Whether real values differ by no more than such a share of the element, or of the largest one."""
     # An order has no real values.
     if field.settings.order is not None:
         return False
-    compared = (x.poison != OUTSIDE) & (y.poison != OUTSIDE)
-    a = x.real[0][compared]
-    b = y.real[0][compared]
+    is_compared = (x.poison != OUTSIDE) & (y.poison != OUTSIDE)
+    a = x.real[0][is_compared]
+    b = y.real[0][is_compared]
     # The logarithm of a zero of a mask is infinite on both sides, and says nothing of the other elements.
-    is_same = (a == b) & np.isinf(a)
-    a = a[~is_same]
-    b = b[~is_same]
+    is_infinite_on_both = (a == b) & np.isinf(a)
+    a = a[~is_infinite_on_both]
+    b = b[~is_infinite_on_both]
     if not np.isfinite(a).all() or not np.isfinite(b).all():
         return False
+    # Of (1000.0, 1e-11) and (1000.0, 0.0) the second elements are close too: 1e-11 may be the rounding of a sum that
+    # had numbers of 1000 in it.
     largest = np.abs(b).max(initial=0.0)
-    return bool((np.abs(a - b) <= rounds * np.maximum(np.abs(b), largest)).all())
+    return bool((np.abs(a - b) <= share * np.maximum(np.abs(b), largest)).all())

@@ -4,7 +4,7 @@ Worked example: the result `log(x)` of x [3] in two draws. An element that is ne
 domain of the logarithm, and is not compared there.
 
     x                   log(x)                      compared so far
-    (2, 3, -1)          number, number, outside     element 0 and 1
+    (2, 3, -1)          number, number, outside     elements 0 and 1
     (1, -2, 4)          number, outside, number     all elements
 """
 
@@ -63,18 +63,18 @@ class ComparedElements:
         is NaN in one run and infinite in all others has shown nothing, as the sum of `log(log(x))` where no run has all
         x above 1.
         """
-        for name, numbers in self.numbers.items():
-            without = self.poisoned[name] & ~numbers
-            if without.any():
-                return name, without
+        for name, were_numbers in self.numbers.items():
+            were_only_poisoned = self.poisoned[name] & ~were_numbers
+            if were_only_poisoned.any():
+                return name, were_only_poisoned
         return None
 
     def note_compared(self, name: str, a: Exact, b: Exact) -> None:
         """Notes which elements of a result were compared, in a draw of inputs that were not chosen."""
-        compared = ~are_outside(a, b)
-        self.included[name] = compared | self.included.get(name, False)
+        is_compared = ~are_outside(a, b)
+        self.included[name] = is_compared | self.included.get(name, False)
         # NaN on both sides counts as equal; a certificate says how often it was all that a proof saw.
-        no_number = (a.poison > 0) & (b.poison > 0) & compared
+        no_number = (a.poison > 0) & (b.poison > 0) & is_compared
         if no_number.any():
             self.no_number[name] = int(no_number.sum()), no_number.size
 
@@ -83,12 +83,14 @@ class ComparedElements:
 
         `planted` says whether the inputs of the draw were chosen, as zeros of a divisor.
         """
-        alone = ((a.poison == OUTSIDE) & (b.poison == 0)) | ((b.poison == OUTSIDE) & (a.poison == 0))
-        if not alone.any():
+        is_a_alone = (a.poison == OUTSIDE) & (b.poison == 0)
+        is_b_alone = (b.poison == OUTSIDE) & (a.poison == 0)
+        is_alone = is_a_alone | is_b_alone
+        if not is_alone.any():
             return True
         counts = self.alone_at_zeros if planted else self.alone
         most, _ = counts.get(name, (0, 0))
-        counts[name] = max(most, int(alone.sum())), alone.size
+        counts[name] = max(most, int(is_alone.sum())), is_alone.size
         return False
 
 

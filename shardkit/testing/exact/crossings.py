@@ -1,12 +1,18 @@
 """Inputs for which a comparison compares equal numbers, or goes another way: by solving an equation for one element.
 
 The difference of the compared numbers is mostly linear in one element of an input. So two runs, between which that
-element is moved, show for which value of the element the difference is zero: that is a crossing.
+element is moved by a sixteenth, show for which value of the element the difference is zero: that is a crossing.
 
-Worked example: `2 * x[0] < y[0] + 1` was compared at x[0] = 3, y[0] = 4, a difference of 1. With x[0] a sixteenth
-larger it is 1.125, so the slope is 2 and the zero at x[0] = 3 - 1 / 2 = 2.5. The next draw has x[0] = 2.5, where `<`
-and `<=` differ, or an x[0] some way below or above it. The same is computed modulo each prime, so that both sides of
-the comparison are equal there, too.
+Worked example: `x / 2 < x / 3 + 1`, two shares of one number.
+
+    x                     x / 2      x / 3 + 1    difference
+    3.0, as drawn         1.5        2.0          -0.5         true
+    3.0625, moved         1.53125    2.02083      -0.48958     so the slope is (0.5 - 0.48958) * 16 = 1 / 6
+    6.0, the crossing     3.0        3.0           0.0         false; 3 - -0.5 / (1 / 6) = 6
+    7.5, beyond it        3.75       3.5           0.25        false: the order has flipped
+
+The next draw has an x of 6, where `<` and `<=` differ, or one some way below or above it. The same is computed modulo
+each prime, so that both sides of the comparison are equal there, too.
 """
 
 from __future__ import annotations
@@ -14,10 +20,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.numbers.arithmetic import subtract
 from shardkit.testing.exact.numbers.field import ANY, MIXED, SIMILAR, Field
 from shardkit.testing.exact.numbers.logarithms import to_number
@@ -25,10 +32,11 @@ from shardkit.testing.exact.numbers.values import Element, Exact
 
 # Places that are no comparisons: a divisor, which must not be zero, and a rounding, which jumps at an integer.
 DIVISOR, JUMP = "divisor", "jump"
-_STEP = 1 / 16  # an element is moved by this: a power of two, so that real values stay exact
+_STEPS = 16
+_STEP = 1 / _STEPS  # an element is moved by this: a power of two, so that real values stay exact
 _LARGEST = 1e6  # the largest value that an element gets
 _ANY = 0.5  # how often any comparison is chosen, although there are preferred ones
-_DIVISORS = 0.25  # how often a divisor is chosen in this case
+_DIVISORS = 0.25  # how often a divisor is chosen where any comparison may be
 _NEXT = 0.5  # how often the new value lies between the crossing and the next one
 _APART = 1e-7  # crossings that differ by less than this share may differ by rounding alone
 _EXACTLY = 0.5  # how often a comparison gets equal numbers; else it goes one way or the other
@@ -40,34 +48,59 @@ class Difference(NamedTuple):
     Attributes:
         number: uint64 [components, ...].
         real: float64 [...].
-        asked: bool [...], where the difference is a number: neither NaN nor infinite.
+        is_finite: bool [...], where the difference is a number: neither NaN nor infinite.
         valid: bool [components, ...], which components have a meaning.
     """
 
     number: np.ndarray
     real: np.ndarray
-    asked: np.ndarray
+    is_finite: np.ndarray
     valid: np.ndarray
+
+
+class Round(NamedTuple):
+    """One run of an equation that compares.
+
+    Attributes:
+        place: where the program compares.
+        number: how often the equation ran before, as in the rounds of a loop.
+    """
+
+    place: DecisionPlace
+    number: int
+
+
+class Crossing(NamedTuple):
+    """Where one element of a difference is zero.
+
+    Attributes:
+        position: the place of the element in the difference, in row-major order.
+        value: the value of the moved element of an input at which it is zero.
+    """
+
+    position: int
+    value: float
 
 
 class Differences:
     """The differences that a run compared.
 
     Attributes:
-        by_place: the differences, by side, equation, part of the equation, and how often the equation ran before.
+        by_round: the differences, by the run of the equation that compared them.
     """
 
     def __init__(self) -> None:
-        self.by_place: dict[Any, Difference] = {}
-        self._times: Counter[Any] = Counter()
+        self.by_round: dict[Round, Difference] = {}
+        self._rounds: Counter[DecisionPlace] = Counter()
 
-    def note(self, place: Any, field: Field, x: Exact, y: Exact) -> None:
-        """Notes the comparison of x with y at a place: side, equation and part of the equation."""
+    def note(self, place: DecisionPlace, field: Field, x: Exact, y: Exact) -> None:
+        """Notes the comparison of x with y at a place."""
         difference = to_number(field, subtract(field, x, y))
-        asked = (difference.poison == 0) & (difference.infinite == 0)
+        is_finite = (difference.poison == 0) & (difference.infinite == 0)
         valid = np.broadcast_to(field.valid(difference.used), difference.number.shape)
-        self.by_place[*place, self._times[place]] = Difference(difference.number, difference.real[0], asked, valid)
-        self._times[place] += 1
+        compared_round = Round(place, self._rounds[place])
+        self.by_round[compared_round] = Difference(difference.number, difference.real[0], is_finite, valid)
+        self._rounds[place] += 1
 
 
 class Crossings:
@@ -75,15 +108,15 @@ class Crossings:
 
     Attributes:
         rng: the source of random choices.
-        crossed: how often each comparison was solved for.
+        crossed: how often each comparison was solved for; all rounds of a loop count together.
     """
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
-        self.crossed: Counter[Any] = Counter()
-        self._tie: tuple[Any, int] | None = None
+        self.crossed: Counter[DecisionPlace] = Counter()
+        self._tie: tuple[DecisionPlace, int] | None = None
 
-    def note_end(self, tried: dict[Any, set[int]]) -> None:
+    def note_end(self, tried: dict[DecisionPlace, set[int]]) -> None:
         """Adds the comparison at whose tie the last element was put to those that were tried, even if that failed."""
         if self._tie is not None:
             place, index = self._tie
@@ -93,23 +126,30 @@ class Crossings:
         """The kind of all other elements in the next draws."""
         return str(self.rng.choice([ANY, "near", "wide", MIXED, SIMILAR]))
 
-    def moved(self, field: Field, others: Sequence[Element]) -> Element | None:
-        """An element that is not among the others, moved by a step; None if there is none."""
-        taken = {(element.name, element.place) for element in others}
+    def move(self, field: Field, placed: Sequence[Element]) -> Element | None:
+        """An element that is not among those that were placed, moved by a step; None if the one that is chosen is."""
         names = [name for name, x in field.notes.inputs.items() if x.number[0].size]
         if not names:
             return None
         name = str(self.rng.choice(names))
         x = field.notes.inputs[name]
-        place = int(self.rng.integers(x.number[0].size))
-        if (name, place) in taken:
+        index = int(self.rng.integers(x.number[0].size))
+        if (name, index) in {(element.name, element.place) for element in placed}:
             return None
-        number = x.number.reshape(len(x.number), -1)[:, place]
-        step = np.array([pow(round(1 / _STEP), -1, int(p)) for p in field.residues.moduli], np.uint64)
-        return Element(name, place, (number + step) % field.residues.moduli, float(x.real.reshape(-1)[place]) + _STEP)
+        moduli = field.residues.moduli
+        number = x.number.reshape(len(x.number), -1)[:, index]
+        real = float(x.real.reshape(-1)[index])
+        steps = [pow(_STEPS, -1, p) for p in moduli.tolist()]
+        number = (number + np.array(steps, np.uint64)) % moduli
+        return Element(name, index, number, real + _STEP)
 
     def solve(
-        self, field: Field, moved: Element, before: Differences, after: Differences, preferred: Container[Any] = ()
+        self,
+        field: Field,
+        moved: Element,
+        before: Differences,
+        after: Differences,
+        preferred: Container[DecisionPlace] = (),
     ) -> Element | None:
         """The moved element with a value at which a comparison changes; None if none depends on it linearly.
 
@@ -120,60 +160,67 @@ class Crossings:
             after: the differences of the second run, in which the element is larger by a step.
             preferred: the places of comparisons of which one is chosen half of the time, if there is one.
         """
-        crossings_by_place = self._find_crossings(field, moved, before, after)
-        if not crossings_by_place:
+        crossings_by_round = self._find_crossings(field, moved, before, after)
+        if not crossings_by_round:
             return None
-        place = self._choose_place(list(crossings_by_place), preferred)
-        self.crossed[place[:3]] += 1
+        compared_round = self._choose_round(list(crossings_by_round), preferred)
+        place = compared_round.place
+        self.crossed[place] += 1
         self._tie = None
-        # One element of the comparison, at random, and the value of the moved element at which it is zero.
-        index, crossing = crossings_by_place[place][self.rng.integers(len(crossings_by_place[place]))]
-        if place[2] == DIVISOR or self.rng.random() < _EXACTLY:
-            self._tie = place[:3], index
-            number = _find_residues_of_crossing(field, moved, before.by_place[place], after.by_place[place], index)
-            return moved._replace(number=number, real=crossing)
-        crossings = []
-        for elements in crossings_by_place.values():
-            crossings += [other for _, other in elements]
-        return moved._replace(real=self._choose_beyond(crossing, np.array(crossings)))
+        # One element of the comparison, at random.
+        candidates = crossings_by_round[compared_round]
+        index, value = candidates[self.rng.integers(len(candidates))]
+        if place.part == DIVISOR or self.rng.random() < _EXACTLY:
+            self._tie = place, index
+            first = before.by_round[compared_round]
+            second = after.by_round[compared_round]
+            number = _find_residues_of_crossing(field, moved, first, second, index)
+            return moved._replace(number=number, real=value)
+        values = []
+        for crossings in crossings_by_round.values():
+            values += [crossing.value for crossing in crossings]
+        # The residues stay: results are compared at other numbers, and only the comparison goes another way.
+        return moved._replace(real=self._choose_beyond(value, np.array(values)))
 
-    def _choose_place(self, candidates: Sequence[Any], preferred: Container[Any]) -> Any:
-        """One of the comparisons: often a preferred one, and of these one that was solved for least often.
-
-        A place is a side, an equation, its part, and how often the equation ran before: all its runs count together.
-        """
-        places = [place for place in candidates if place[:3] in preferred]
-        if not places or self.rng.random() < _ANY:
+    def _choose_round(self, candidates: Sequence[Round], preferred: Container[DecisionPlace]) -> Round:
+        """One of the comparisons: often a preferred one, and of these one that was solved for least often."""
+        rounds = [candidate for candidate in candidates if candidate.place in preferred]
+        if not rounds or self.rng.random() < _ANY:
             is_divisor = self.rng.random() < _DIVISORS
-            places = [place for place in candidates if (place[2] == DIVISOR) == is_divisor] or list(candidates)
-        fewest = min(self.crossed[place[:3]] for place in places)
-        places = [place for place in places if self.crossed[place[:3]] == fewest]
-        return places[self.rng.integers(len(places))]
+            rounds = [candidate for candidate in candidates if (candidate.place.part == DIVISOR) == is_divisor]
+        if not rounds:
+            rounds = list(candidates)
+        counts = [self.crossed[candidate.place] for candidate in rounds]
+        fewest = min(counts)
+        rounds = [candidate for candidate, count in zip(rounds, counts, strict=True) if count == fewest]
+        return rounds[self.rng.integers(len(rounds))]
 
     def _find_crossings(
         self, field: Field, moved: Element, before: Differences, after: Differences
-    ) -> dict[Any, list[tuple[int, float]]]:
+    ) -> dict[Round, list[Crossing]]:
         """For each comparison its elements that depend on the moved element, with the value at which each is zero.
 
-        Worked example: `x < y` of x [2] and y [2], of which x[0] is moved: {the place of `<`: [(0, 2.5)]}, because
+        Worked example: `x < y` of x [2] and y [2], of which x[0] is moved. The round of `<` has one crossing, (0, 2.5):
         element 0 of the difference is zero at x[0] = 2.5, and element 1 does not depend on x[0].
         """
-        crossings_by_place = {}
-        for place, first in before.by_place.items():
-            second = after.by_place.get(place)
+        crossings_by_round = {}
+        for compared_round, first in before.by_round.items():
+            second = after.by_round.get(compared_round)
             if second is None or second.number.shape != first.number.shape:
                 continue
-            crossings, is_known = _find_real_crossings(field, moved, first, second)
+            values, is_known = _find_real_crossings(field, moved, first, second)
             indices = np.flatnonzero(is_known)
-            if len(indices):
-                values = crossings.reshape(-1)[indices]
-                crossings_by_place[place] = list(zip(indices.tolist(), values.tolist(), strict=True))
-        return crossings_by_place
+            if not len(indices):
+                continue
+            known_values = values.reshape(-1)[indices]
+            crossings = map(Crossing, indices.tolist(), known_values.tolist())
+            crossings_by_round[compared_round] = list(crossings)
+        return crossings_by_round
 
-    def _choose_beyond(self, crossing: float, others: np.ndarray) -> float:
+    def _choose_beyond(self, crossing: float, crossings: np.ndarray) -> float:
         """A value on one side of a crossing: between it and the next one, or farther away."""
         direction = float(self.rng.choice([-1.0, 1.0]))
-        distances = (others - crossing) * direction
+        distances = (crossings - crossing) * direction
         distances = distances[distances > _APART * (1 + abs(crossing))]
         # Between two crossings no comparison changes: a value there shows results that hold only in a narrow range.
         if len(distances) and self.rng.random() < _NEXT:
@@ -189,30 +236,38 @@ def _find_real_crossings(
     Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, the crossing 2.5.
     """
     slope = (second.real - first.real) / _STEP
-    crossing = moved.real - _STEP - first.real / np.where(slope == 0, math.nan, slope)
+    start = moved.real - _STEP
+    crossing = start - first.real / np.where(slope == 0, math.nan, slope)
     top = field.residues.top
     changes = (first.number[top] != second.number[top]).all(0)
-    return crossing, changes & first.asked & second.asked & (np.abs(crossing) < _LARGEST)
+    return crossing, changes & first.is_finite & second.is_finite & (np.abs(crossing) < _LARGEST)
 
 
 def _find_residues_of_crossing(
-    field: Field, moved: Element, first: Difference, second: Difference, at: int
+    field: Field, moved: Element, first: Difference, second: Difference, index: int
 ) -> np.ndarray:
-    """The residues of the moved element at which element `at` of a difference is zero, modulo each prime.
+    """The residues of the moved element at which one element of a difference is zero, modulo each prime.
 
-    Worked example, modulo 7 with a step of 1 in place of a sixteenth: the difference is 1 at 3 and 3 at 4, so that the
-    slope is 2. Its inverse is 4, and 3 - 1 * 4 = -1 = 6: at 6 the difference is 1 + (6 - 3) * 2 = 7 = 0.
+    Worked example, modulo 7 with a step of 1 in place of a sixteenth: x / 2 - x / 3 - 1 is 4 x - 5 x - 1, and so 3 at
+    x = 3 and 2 at x = 4. The slope is -1 = 6, whose inverse is 6, and 3 - 3 * 6 = -15 = 6: the crossing is at 6.
     """
     components = []
-    columns = (x.reshape(len(x), -1)[:, at].tolist() for x in (first.number, second.number))
-    for p, a, b, number in zip(field.residues.moduli.tolist(), *columns, moved.number.tolist(), strict=True):
-        # Solves first + (x - start) (second - first) / step = 0 for x. A prime that exps have used up tells nothing.
-        start = number - pow(round(1 / _STEP), -1, p)
-        slope = (b - a) * round(1 / _STEP) % p
-        components.append((start - a * pow(slope, -1, p)) % p if slope else number)
+    first_residues = first.number.reshape(len(first.number), -1)[:, index].tolist()
+    second_residues = second.number.reshape(len(second.number), -1)[:, index].tolist()
+    moduli = field.residues.moduli
+    rows = zip(moduli.tolist(), first_residues, second_residues, moved.number.tolist(), strict=True)
+    for p, first_residue, second_residue, moved_residue in rows:
+        # Solves first + (x - start) (second - first) / step = 0 for x.
+        slope = (second_residue - first_residue) * _STEPS % p
+        # A prime that exps have used up tells nothing: the residue may be any.
+        if not slope:
+            components.append(moved_residue)
+            continue
+        start = moved_residue - pow(_STEPS, -1, p)
+        components.append((start - first_residue * pow(slope, -1, p)) % p)
     residues = np.array(components, np.uint64)
-    valid = first.valid.reshape(len(residues), -1)[:, at]
-    return _complete_residues(residues, valid, field.residues.moduli)
+    valid = first.valid.reshape(len(residues), -1)[:, index]
+    return _complete_residues(residues, valid, moduli)
 
 
 def _complete_residues(residues: np.ndarray, valid: np.ndarray, moduli: np.ndarray) -> np.ndarray:
@@ -224,14 +279,13 @@ def _complete_residues(residues: np.ndarray, valid: np.ndarray, moduli: np.ndarr
     """
     if valid.all() or not valid.any():
         return residues
-    place = int(np.flatnonzero(valid)[-1])  # of the largest prime
-    numerator, denominator = _find_ratio(int(residues[place]), int(moduli[place]))
-    completed = []
-    for p in moduli.tolist():
-        completed.append(numerator * pow(denominator, -1, p) % p)
-    if not (np.array(completed, np.uint64) == residues)[valid].all():
+    largest_prime = int(np.flatnonzero(valid)[-1])
+    numerator, denominator = _find_ratio(int(residues[largest_prime]), int(moduli[largest_prime]))
+    components = [numerator * pow(denominator, -1, p) % p for p in moduli.tolist()]
+    completed = np.array(components, np.uint64)
+    if (completed != residues)[valid].any():
         return residues
-    return np.array(completed, np.uint64)
+    return completed
 
 
 def _find_ratio(residue: int, p: int) -> tuple[int, int]:
@@ -239,8 +293,10 @@ def _find_ratio(residue: int, p: int) -> tuple[int, int]:
 
     Worked example: 6 modulo 11 is 1/2, because 2 * 6 is 12. The remainders of 11 and 6 are 5 and 1, and 1 = 2 * 6 - 11.
     """
-    remainder_before, remainder = p, residue
-    factor_before, factor = 0, 1
+    remainder_before = p
+    remainder = residue
+    factor_before = 0
+    factor = 1
     while remainder * remainder > p:
         quotient = remainder_before // remainder
         remainder_before, remainder = remainder, remainder_before - quotient * remainder

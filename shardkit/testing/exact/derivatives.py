@@ -1,4 +1,8 @@
-"""Functions and their derivatives as traced programs of arrays, which the interpreter runs."""
+"""Functions and their derivatives as traced programs of arrays, which the interpreter runs.
+
+Worked example: f(x) = x * x of x [2]. The program with gradients takes ([x], [a cotangent c [2]]), both unknown, and
+returns [x * x, 2 * c * x]. If two functions have the same gradient for an unknown c, they have it for all of them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ def trace_with_derivatives(
     leaves, structure = jax.tree.flatten(shapes)
     flat_functions = [_flatten(function, structure) for function in functions]
     if not grad:
-        programs = [_trace(_drop_vectors(function), leaves, []) for function in flat_functions]
+        programs = _trace_all(flat_functions, _drop_vectors, leaves, [])
         return DerivedPrograms(programs, [], [], "values")
     try:
         return _trace_gradients(flat_functions, shapes, results)
@@ -70,13 +74,14 @@ def trace_with_derivatives(
 
 def name_result(path: Any) -> str:
     """`result ['loss']`; `result` where there is one alone."""
-    return f"result {path_name(path)}" if path else "result"
+    if not path:
+        return "result"
+    return f"result {path_name(path)}"
 
 
 def _trace_gradients(functions: Sequence[FlatFunction], shapes: Any, results: Any) -> DerivedPrograms:
-    leaves = jax.tree.leaves(shapes)
     cotangents = [y for y in jax.tree.leaves(results) if is_float(y)]
-    programs = [_trace(_add_gradients(function), leaves, cotangents) for function in functions]
+    programs = _trace_all(functions, _add_gradients, jax.tree.leaves(shapes), cotangents)
     names = []
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         if is_float(x):
@@ -87,7 +92,7 @@ def _trace_gradients(functions: Sequence[FlatFunction], shapes: Any, results: An
 def _trace_forward(functions: Sequence[FlatFunction], shapes: Any, results: Any) -> DerivedPrograms:
     leaves = jax.tree.leaves(shapes)
     tangents = [x for x in leaves if is_float(x)]
-    programs = [_trace(_add_forward_derivatives(function), leaves, tangents) for function in functions]
+    programs = _trace_all(functions, _add_forward_derivatives, leaves, tangents)
     names = []
     for path, y in jax.tree_util.tree_leaves_with_path(results):
         if is_float(y):
@@ -96,8 +101,18 @@ def _trace_forward(functions: Sequence[FlatFunction], shapes: Any, results: Any)
     return DerivedPrograms(programs, tangents, names, compared)
 
 
-def _trace(program: Callable[..., Any], leaves: list[Any], vectors: list[Any]) -> Any:
-    return jax.make_jaxpr(program)(leaves, vectors)
+def _trace_all(
+    functions: Sequence[FlatFunction],
+    add_derivatives: Callable[[FlatFunction], Callable[..., list[Any]]],
+    leaves: list[Any],
+    vectors: list[Any],
+) -> list[Any]:
+    """Each function, with the derivatives that are added to it, as a traced program of leaves and vectors."""
+    programs = []
+    for function in functions:
+        derived_function = add_derivatives(function)
+        programs.append(jax.make_jaxpr(derived_function)(leaves, vectors))
+    return programs
 
 
 def _has_while_loop(function: FlatFunction, leaves: list[Any]) -> bool:
@@ -129,7 +144,7 @@ def _add_gradients(function: FlatFunction) -> Callable[..., list[Any]]:
 
     def compute_both(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
         # The results come first in the program, too: a search for a wrong line runs it hundreds of times up to the
-        # first wrong result, and comes to no gradient then.
+        # first wrong result, and comes to no gradient then. So the function is traced twice.
         values = function(*leaves)
         floats = [x for x in leaves if is_float(x)]
         _, pull_back = jax.vjp(restrict_to_floats(function, leaves), floats)
@@ -171,19 +186,22 @@ def _has_derivative(site: Site) -> bool:
     if not is_float(operand.aval):
         return True
 
-    def pull_back(x: Any) -> Any:
-        y, pull = jax.vjp(lambda x: equation.primitive.bind(x, **equation.params), x)
-        return pull(y)
+    def run_equation(x: Any) -> Any:
+        return equation.primitive.bind(x, **equation.params)
+
+    def pull_back_result(x: Any) -> Any:
+        y, pull_back = jax.vjp(run_equation, x)
+        return pull_back(y)
 
     # Each device gets an array of the operand's shape: its part of dim 0.
     axes = tuple(site.sizes)
-    devices = math.prod(site.sizes.values())
-    rows, *others = operand.aval.shape
+    axis_sizes = tuple(site.sizes.values())
     spec = PartitionSpec(axes)
-    mesh = AbstractMesh(tuple(site.sizes.values()), axes)
-    on_devices = jax.shard_map(pull_back, mesh=mesh, in_specs=spec, out_specs=spec)
+    on_devices = jax.shard_map(pull_back_result, mesh=AbstractMesh(axis_sizes, axes), in_specs=spec, out_specs=spec)
+    rows, *other_dims = operand.aval.shape
+    shape = (math.prod(axis_sizes) * rows, *other_dims)
     try:
-        jax.eval_shape(on_devices, jax.ShapeDtypeStruct((devices * rows, *others), operand.aval.dtype))
+        jax.eval_shape(on_devices, jax.ShapeDtypeStruct(shape, operand.aval.dtype))
     except ValueError:
         return False
     return True

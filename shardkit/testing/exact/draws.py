@@ -8,8 +8,8 @@ or that some input does which was not drawn: "not decided", with the line.
 
 Worked example: `where(x > 3, x, 0)` on both sides. In the first draw no element of x is above 3.
 
-    draw "normal"       all elements below 3: the comparison is open
-    draw "wide"         some above 3, and both sides equal: it has gone both ways
+    draw "normal"       x = (0.4, -1.2)    all elements below 3: the comparison is open
+    draw "wide"         x = (9.1, -4.0)    one is above 3, and both sides are equal: it has gone both ways
     an order            only if no draw had any above 3: some random order puts x above the constant 3
 """
 
@@ -22,8 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.coverage import EQUALITY, INTEGERS, ORDER, Coverage, Decision
+from shardkit.testing.exact.chosen_inputs import draw_across, draw_at
+from shardkit.testing.exact.coverage import Coverage
 from shardkit.testing.exact.crossings import Crossings
+from shardkit.testing.exact.decision import EQUALITY, INTEGERS, ORDER, Decision
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
 from shardkit.testing.exact.float_inputs import Propose
 from shardkit.testing.exact.hidden import find_hidden, find_hidden_tie, find_tie_without_effect
@@ -39,7 +41,8 @@ _BOTH_WAYS = 4
 _SHOWN = 5
 # For each comparison that one side alone makes, up to so many, there are so many draws more in which elements are put
 # where comparisons change.
-_MOST_FOREIGN, _CROSSED_OF_FOREIGN = 16, 4
+_MOST_FOREIGN = 16
+_CROSSED_OF_FOREIGN = 4
 # So many inputs at least are tried in floats, also of programs that take long in the field.
 _FEWEST_FLOATS = 512
 # Of which so many at least become draws, if both sides differ.
@@ -83,7 +86,8 @@ def choose_effort(seconds: float) -> Effort:
 
     A difference that depends on several comparisons of few elements shows in few of the draws.
     """
-    runs = int(min(32, max(8, 0.3 / max(seconds, 1e-3))))
+    seconds = max(seconds, 1e-3)
+    runs = int(min(32, max(8, 0.3 / seconds)))
     draws = runs // 2
     kinds = (*KINDS[1:], "near", MIXED, SIMILAR)
     return Effort(
@@ -94,8 +98,8 @@ def choose_effort(seconds: float) -> Effort:
         identified=4,
         ties=runs // 4,
         crossed=runs // 2,
-        floats=int(min(16384, max(_FEWEST_FLOATS, 16 / max(seconds, 1e-3)))),
-        zeros=int(min(4, 0.04 / max(seconds, 1e-3))),
+        floats=int(min(16384, max(_FEWEST_FLOATS, 16 / seconds))),
+        zeros=int(min(4, 0.04 / seconds)),
         orders=range(64),
         foreign_orders=runs,
     )
@@ -160,20 +164,24 @@ def equal(
 
 def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | None) -> Evidence:
     """All runs of two programs, and the checks of what the runs have left open."""
+    points = max(points, POINTS)
     try:
-        pair.run(max(points, POINTS), kind=KINDS[0])
+        pair.run(points, kind=KINDS[0])
     except UnknownValueError:
         # Values are beyond floats, or a function has no real value here: no draw is possible, only orders.
-        pair.run(max(points, POINTS), order=effort.orders[0])
+        pair.run(points, order=effort.orders[0])
     field = pair.field
-    branches = field.notes.compared or field.notes.chances or (field.notes.domains and effort.crossed)
-    if field.settings.order is None and (branches or pair.elements.find_excluded() or not pair.elements.are_defined):
-        _draw(pair, effort)
-    if field.settings.order is None:
+    can_draw = field.settings.order is None
+    may_have_rare_inputs = field.notes.domains and effort.crossed
+    if can_draw:
+        has_branches = field.notes.compared or field.notes.chances or may_have_rare_inputs
+        has_undefined = pair.elements.find_excluded() or not pair.elements.are_defined
+        if has_branches or has_undefined:
+            _draw(pair, effort)
         _cross(pair, effort)
     pair.coverage.identifies = False
     # Floats find rare inputs at which one side alone is NaN, too.
-    if pair.coverage.depends_on_inputs() or (field.notes.domains and effort.crossed):
+    if can_draw and (pair.coverage.depends_on_inputs() or may_have_rare_inputs):
         _draw_where_floats_differ(pair, effort, propose)
     _order(pair, effort)
     _check_domains(pair)
@@ -181,18 +189,22 @@ def _run_all(pair: ProgramPair, points: int, effort: Effort, propose: Propose | 
     if effort.crossed:
         _check_numbers(pair)
         _check_ties(pair)
-        _check_hidden(pair, effort)
-    return pair.evidence()
+        if can_draw:
+            _check_hidden(pair, effort)
+    return pair.collect_evidence()
 
 
 def _draw_where_floats_differ(pair: ProgramPair, effort: Effort, propose: Propose | None) -> None:
     """Draws at inputs for which both sides differ in floats: a wrong kernel differs in the field too."""
-    if pair.field.settings.order is not None or propose is None or not effort.floats:
+    if propose is None or not effort.floats:
         return
-    proposals = propose(pair.make_field(0, KINDS[0]), effort.floats)
+    proposals = propose(pair.make_silent_field(0, KINDS[0]), effort.floats)
     pair.lacks_floats = proposals is None
-    for inputs in (proposals or ())[: max(_FEWEST_PROPOSED, 2 * effort.crossed)]:
-        pair.draw_at(inputs)
+    if proposals is None:
+        return
+    most = max(_FEWEST_PROPOSED, 2 * effort.crossed)
+    for inputs in proposals[:most]:
+        draw_at(pair, inputs)
 
 
 def _check_domains(pair: ProgramPair) -> None:
@@ -224,12 +236,14 @@ def _check_coincidences(pair: ProgramPair) -> None:
     Worked example: `where(a == b, p, q)` where a and b are equal by a law that the field does not know. The field takes
     q, floats take p.
     """
-    for line, name in pair.coverage.coincidences.items():
-        raise UndecidedError(
-            f"{pair.where}: not decided at {line} ({name}): numbers that it takes for different ones are equal in "
-            "float64 for all inputs that were drawn, so that they may be so by a law that no proof knows. Write both "
-            "alike, or compare floats with assert_matches_reference."
-        )
+    if not pair.coverage.coincidences:
+        return
+    line, name = next(iter(pair.coverage.coincidences.items()))
+    raise UndecidedError(
+        f"{pair.where}: not decided at {line} ({name}): numbers that it takes for different ones are equal in "
+        "float64 for all inputs that were drawn, so that they may be so by a law that no proof knows. Write both "
+        "alike, or compare floats with assert_matches_reference."
+    )
 
 
 def _check_numbers(pair: ProgramPair) -> None:
@@ -265,8 +279,6 @@ def _check_ties(pair: ProgramPair) -> None:
 
 def _check_hidden(pair: ProgramPair, effort: Effort) -> None:
     """Refuses a comparison that one side alone makes, if no result of any draw depends on it."""
-    if pair.field.settings.order is not None:
-        return
     decision = find_hidden(pair, effort.kinds[:_SHOWN])
     what = "only one side makes this comparison, and no result of any draw depends on it"
     if decision is None:
@@ -323,33 +335,38 @@ def _has_enough_draws(pair: ProgramPair, effort: Effort) -> bool:
     """Whether there are so many draws as a program needs of which comparisons have gone one way, or both."""
     if pair.draws >= effort.most + len(effort.kinds):
         return True
-    waiting = pair.coverage.list_open(ORDER) or pair.coverage.list_open(INTEGERS)
-    wanted = effort.most if waiting else effort.draws
-    if pair.draws < wanted:
+    open_decisions = pair.coverage.list_open(ORDER) or pair.coverage.list_open(INTEGERS)
+    fewest = effort.most if open_decisions else effort.draws
+    if pair.draws < fewest:
         return False
     # What joins comparisons may be true for few inputs. And each element of a result must be a number in some draw.
-    joins = any(decision.joined for decision in waiting)
-    return not (joins or pair.elements.find_excluded()) and pair.elements.are_defined
+    if any(decision.joins for decision in open_decisions):
+        return False
+    return not pair.elements.find_excluded() and pair.elements.are_defined
 
 
 def _cross(pair: ProgramPair, effort: Effort) -> None:
     """Draws in which comparisons change, or a divisor is zero, one more in each."""
     count = _count_crossings(pair, effort)
     crossings = Crossings()
-    last = pair.draws + count
-    # A difference that depends on several comparisons shows where several elements are put at the same time.
+    last_draw = pair.draws + count
+    # A difference that depends on several comparisons shows where several elements are put at the same time. A round
+    # may come to nothing, as where no comparison depends on the element that was chosen.
     for _ in range(count):
-        if pair.draws < last:
-            pair.cross(crossings, min(_TOGETHER, last - pair.draws))
+        missing = last_draw - pair.draws
+        if missing > 0:
+            draw_across(pair, crossings, min(_TOGETHER, missing))
 
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:
     """How many such draws there are: none for a program that neither compares, rounds nor divides."""
     if pair.coverage.decisions or pair.field.notes.rounds:
+        if not effort.crossed:
+            return 0
         # `x > 0.5` on one side and `x > 0.6` on the other differ only for an x between both. Such a draw is likely
         # where x is put next to one of them.
         foreign = min(len(pair.coverage.list_foreign()), _MOST_FOREIGN)
-        return effort.crossed + _CROSSED_OF_FOREIGN * foreign if effort.crossed else 0
+        return effort.crossed + _CROSSED_OF_FOREIGN * foreign
     if pair.field.notes.divides:
         return effort.zeros
     return 0
@@ -368,19 +385,13 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
     suspects = [*waiting, *foreign, *coverage.list_open(EQUALITY), *partial, *masked]
     if not suspects:
         return
-    count = _BOTH_WAYS if partial or masked else 0
+    count = 0
     if foreign:
         count = effort.foreign_orders
+    elif partial or masked:
+        count = _BOTH_WAYS
     try:
-        orders = list(effort.orders)
-        while orders:
-            # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
-            still = coverage.list_open(ORDER) or coverage.list_open(EQUALITY)
-            if pair.orders >= count and (not still or pair.orders >= _MOST_IN_VAIN):
-                break
-            order = _choose_order(orders, coverage.list_open(ORDER))
-            orders.remove(order)
-            pair.run(POINTS, order=order)
+        _run_orders(pair, effort.orders, count)
     except UnequalError as error:
         raise UndecidedError(_describe_undecided(pair.where, suspects[0], waiting, foreign)) from error
     except UnprovableError as error:
@@ -393,6 +404,21 @@ def _order(pair: ProgramPair, effort: Effort) -> None:
         raise UndecidedError(_describe_undecided(pair.where, never[0], never, ()))
 
 
+def _run_orders(pair: ProgramPair, orders: Sequence[int], count: int) -> None:
+    """So many of the orders at least, and more until all comparisons have gone both ways."""
+    coverage = pair.coverage
+    unused_orders = list(orders)
+    while unused_orders:
+        waiting = coverage.list_open(ORDER)
+        # An order may choose another largest number, which then equals it. What eight orders leave open, all do.
+        is_open = waiting or coverage.list_open(EQUALITY)
+        if pair.orders >= count and (not is_open or pair.orders >= _MOST_IN_VAIN):
+            return
+        order = _choose_order(unused_orders, waiting)
+        unused_orders.remove(order)
+        pair.run(POINTS, order=order)
+
+
 def _choose_order(orders: Sequence[int], waiting: Sequence[Decision]) -> int:
     """The next order: the first one in which constants stand where comparisons that went one way wait for them.
 
@@ -401,6 +427,7 @@ def _choose_order(orders: Sequence[int], waiting: Sequence[Decision]) -> int:
     0, it is above 1 in order 2.
     """
     excess = sum(int(np.sign(decision.excess)) for decision in waiting)
+    # Even orders have constants below unknown numbers, odd ones above.
     parity = 1 if excess > 0 else 0
     for order in orders:
         if excess and order % 2 == parity:

@@ -148,11 +148,15 @@ def assert_equal_for_all_inputs(
     derived = _trace_both(where, on_mesh, alone, shapes, expected, grad)
     # A wrong kernel may compute a value and forget to use it. So the line of a mistake is looked for in the program
     # with all its equations. The proof runs both programs without the equations that no result needs.
-    kernel_with_unused = derived.programs[0]
-    kernel_program, reference_program = [without_unused(program) for program in derived.programs]
+    kernel_with_unused, reference_with_unused = derived.programs
+    kernel_program = without_unused(kernel_with_unused)
+    reference_program = without_unused(reference_with_unused)
     seconds = check_size(where, (kernel_program, reference_program), points, _DRAWS)
     value_names = [name_result(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     inputs = [*jax.tree.leaves(args), *derived.vectors]
+    # Both programs as functions of floats: the shard_maps of the kernel's run on one device, as by `emulate`.
+    kernel_in_floats = interpret(jaxpr_as_fun(kernel_program), compat.abstract_mesh_of(mesh), _ignore)
+    reference_in_floats = jaxpr_as_fun(reference_program)
     evidence = equal(
         where,
         f"{where}: {describe_mesh(mesh)}, ",
@@ -162,10 +166,10 @@ def assert_equal_for_all_inputs(
         choose_effort(seconds),
         len(value_names),
         with_unused=partial(_run, kernel_with_unused, inputs),
-        propose=partial(propose_inputs, *_interpret_on_one_device(mesh, kernel_program, reference_program), inputs),
+        propose=partial(propose_inputs, kernel_in_floats, reference_in_floats, inputs),
     )
-    sides = f"{_name_function(kernel)} and {_name_function(reference)}"
-    return certify(f"{sides}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)
+    names = f"{_name_function(kernel)} and {_name_function(reference)}"
+    return certify(f"{names}, {describe_mesh(mesh)}, {derived.compared}", shapes, evidence)
 
 
 def _trace_both(
@@ -183,12 +187,6 @@ def _trace_both(
             f"{where}: an untiled all_to_all must have a split_axis that is its concat_axis, because jax has no "
             f"derivative of others; the one at {line} has two axes. Pass tiled=True to it, or grad=False here."
         ) from error
-
-
-def _interpret_on_one_device(mesh: Mesh | AbstractMesh, kernel: Any, reference: Any) -> tuple[Any, Any]:
-    """Both programs as functions of floats; the shard_maps of the kernel's run on one device, as by `emulate`."""
-    on_one_device = interpret(jaxpr_as_fun(kernel), compat.abstract_mesh_of(mesh), _ignore)
-    return on_one_device, jaxpr_as_fun(reference)
 
 
 def _ignore(_: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardkit.testing.exact.coverage import Decision
+from shardkit.testing.exact.decision import Decision
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.folded import Constant, Folded
 from shardkit.testing.exact.numbers.values import Degree

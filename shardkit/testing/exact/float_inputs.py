@@ -11,6 +11,7 @@ none may have an s between 0 and 0.25. Of 4,096 inputs 20 have, and the first on
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,7 @@ _KINDS = (*KINDS, MIXED, SIMILAR, WHOLE, _ANY_SIZE, _ANY_SIZE)
 _GROUPS = 16  # of inputs of a kind
 _FEW = 1024  # inputs of programs that run one after the other
 _EPSILON = 2.0**-23  # also of 16 bits, in which both sides may be rounded alike and differ by less than a rounding
+_SMALL_SHARE = 1e-3  # numbers below this share of others say little
 _SMALLEST = 1e-30
 _SIZES = (-1.0, 3.0)  # the decimal exponents of the sizes of inputs of any size
 # Differences below so many roundings are taken for rounding.
@@ -64,18 +66,20 @@ def propose_inputs(
         count: the number of inputs.
 
     Returns:
-        Them, by the number of the argument; None if jax cannot run both functions so.
+        The inputs, by the number of the argument; None if jax cannot run both functions so.
 
     Cost: both functions are compiled once for a batch of inputs.
     """
     leaves, structure = jax.tree.flatten(tuple(args))
-    floats = {index: leaf for index, leaf in enumerate(leaves) if is_float(leaf)}
     rng = np.random.default_rng(0)
-    inputs = {index: _draw_inputs(field, rng, np.shape(leaf), count) for index, leaf in floats.items()}
+    inputs = {}
+    for index, leaf in enumerate(leaves):
+        if is_float(leaf):
+            inputs[index] = _draw_inputs(field, rng, np.shape(leaf), count)
 
-    def measure(batch: Mapping[int, Any]) -> Any:
+    def measure(floats: Mapping[int, Any]) -> Any:
         values = list(leaves)
-        for index, x in batch.items():
+        for index, x in floats.items():
             values[index] = x.astype(describe_array(leaves[index]).dtype)
         inputs_of_sides = jax.tree.unflatten(structure, values)
         return _measure_distance(on_mesh(*inputs_of_sides), alone(*inputs_of_sides))
@@ -83,26 +87,29 @@ def propose_inputs(
     distances = _run_all(measure, inputs)
     if distances is None:
         return None
-    return [
-        {str(number): np.asarray(x[index], np.float64) for number, x in inputs.items()} for index in _rank(distances)
-    ]
+    proposals: list[RealInputs] = []
+    for number in _rank(distances):
+        values_by_name = {str(index): np.asarray(x[number], np.float64) for index, x in inputs.items()}
+        proposals.append(values_by_name)
+    return proposals
 
 
 def _run_all(measure: Callable[..., Any], inputs: Mapping[int, np.ndarray]) -> np.ndarray | None:
     """float32 [inputs, measures]: the distances of all inputs; None where jax does not run the programs."""
     # As many at once as fit: 16,384 inputs of a kernel on [128, 64] would be 0.5 GiB.
     elements = sum(math.prod(x.shape[1:]) for x in inputs.values())
-    together = max(1, _MOST_ELEMENTS // max(elements, 1))
-    few = {number: x[:_FEW] for number, x in inputs.items()}
+    batch_size = max(1, _MOST_ELEMENTS // max(elements, 1))
+    options = _choose_compiler_options()
+    # Both programs have been traced already. What fails here is a primitive that jax cannot batch, or that has no
+    # meaning on one device. The certificate says so.
+    with suppress(Exception):
+        run_together = jax.jit(partial(jax.lax.map, measure, batch_size=batch_size), compiler_options=options)
+        return np.asarray(run_together(inputs))
     # One after the other is a hundred times slower, and needs no rule for batches.
-    for run, batch in (
-        (partial(jax.lax.map, measure, batch_size=together), inputs),
-        (partial(jax.lax.map, measure), few),
-    ):
-        # Both programs have been traced already. What fails here is a primitive that jax cannot batch, or that has no
-        # meaning on one device. The certificate says so.
-        with suppress(Exception):
-            return np.asarray(jax.jit(run, compiler_options=_choose_compiler_options())(batch))
+    few_inputs = {index: x[:_FEW] for index, x in inputs.items()}
+    with suppress(Exception):
+        run_one_by_one = jax.jit(partial(jax.lax.map, measure), compiler_options=options)
+        return np.asarray(run_one_by_one(few_inputs))
     return None
 
 
@@ -116,26 +123,37 @@ def _choose_compiler_options() -> dict[str, Any]:
 def _rank(distances: np.ndarray) -> list[int]:
     """The inputs by which the results differ most, by each measure: first the largest ones of all measures.
 
-    Each result has measures of its own. The rounding of one, as of sin(1000 x), would otherwise hide another. And those
-    that differ most may be of one kind that tells nothing: a compiler may drop NaN from a minimum, so that floats give
-    0 and 1 for an input for which both sides are NaN. So others are proposed too, evenly over all that differ.
+    Each result has measures of its own. The rounding of one, as of sin(1000 x), would otherwise hide another.
 
-    Worked example: of 1,723 inputs 300 differ. By one measure those of the places 0, 1, 2 and 3 are proposed, and of
-    the places 78, 152, 225 and 299.
+    Worked example: by a first measure the inputs 7 and 3 differ, by a second one 3 and 5. The order is 7, 3, 5.
     """
-    order = np.argsort(-distances, axis=0, kind="stable")
-    places: list[list[int]] = []
+    ranks_by_measure = []
     for measure in range(distances.shape[1]):
+        order = np.argsort(-distances[:, measure], kind="stable")
         differing = int((distances[:, measure] > _ROUNDINGS).sum())
-        largest = list(range(min(differing, _MOST_BY_MEASURE)))
-        others = np.linspace(_MOST_BY_MEASURE, differing - 1, _MOST_BY_MEASURE + 1)[1:]
-        places.append([*largest, *np.rint(others).astype(int).tolist()] if differing > _MOST_BY_MEASURE else largest)
-    chosen: dict[int, None] = {}
-    for turn in range(2 * _MOST_BY_MEASURE):
-        for measure, places_of_measure in enumerate(places):
-            if turn < len(places_of_measure):
-                chosen[int(order[places_of_measure[turn], measure])] = None
-    return list(chosen)
+        ranks_by_measure.append(order[_choose_ranks(differing)].tolist())
+    # A dict is a set that keeps its order.
+    ranked: dict[int, None] = {}
+    for inputs in itertools.zip_longest(*ranks_by_measure):
+        for number in inputs:
+            if number is not None:
+                ranked[number] = None
+    return list(ranked)
+
+
+def _choose_ranks(differing: int) -> list[int]:
+    """Which of the inputs that differ are proposed, of those in order: the first ones, and some of all the others.
+
+    Those that differ most may be of one kind that tells nothing: a compiler may drop NaN from a minimum, so that floats
+    give 0 and 1 for an input for which both sides are NaN. So others are proposed too, evenly over all that differ.
+
+    Worked example: of 300 that differ the places 0, 1, 2 and 3 are proposed, and the places 78, 152, 225 and 299.
+    """
+    if differing <= _MOST_BY_MEASURE:
+        return list(range(differing))
+    ends = np.linspace(_MOST_BY_MEASURE, differing - 1, _MOST_BY_MEASURE + 1)
+    others = np.rint(ends[1:]).astype(int)
+    return [*range(_MOST_BY_MEASURE), *others.tolist()]
 
 
 def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], count: int) -> np.ndarray:
@@ -146,47 +164,56 @@ def _draw_inputs(field: Field, rng: np.random.Generator, shape: Sequence[int], c
         # In groups, because what is similar is so within a group.
         for _ in range(_GROUPS):
             groups.append(_draw_group(field, rng, kind, (size, *shape)))
-    drawn = np.concatenate(groups)
-    # Each input has its kinds in an order of its own, so that any two kinds meet.
-    return drawn[rng.permutation(len(drawn))[:count]].astype(np.float32)
+    inputs = np.concatenate(groups)
+    # Each argument has its kinds in an order of its own, so that any two kinds meet.
+    order = rng.permutation(len(inputs))[:count]
+    return inputs[order].astype(np.float32)
 
 
 def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequence[int]) -> np.ndarray:
-    """Inputs of a kind; those of any size are of one size each, or each of their elements is."""
+    """Inputs of a kind. Of inputs of any size, one may have elements of one size, or of a size each."""
     if kind == WHOLE:
         return draw_whole(rng, shape)
     if kind != _ANY_SIZE:
         return draw_real(field, rng, kind, shape)
-    has_one_size = rng.uniform(size=(shape[0], *[1] * (len(shape) - 1))) < 0.5
-    sizes_of_inputs = rng.uniform(*_SIZES, has_one_size.shape)
+    # One choice for each input, which broadcasts against its elements.
+    shape_of_choices = (shape[0], *[1] * (len(shape) - 1))
+    has_one_size = rng.uniform(size=shape_of_choices) < 0.5
+    sizes_of_inputs = rng.uniform(*_SIZES, shape_of_choices)
     sizes_of_elements = rng.uniform(*_SIZES, shape)
     sizes = 10 ** np.where(has_one_size, sizes_of_inputs, sizes_of_elements)
-    is_positive = rng.uniform(size=has_one_size.shape) < 0.5
+    is_positive = rng.uniform(size=shape_of_choices) < 0.5
     values = rng.uniform(-1, 1, shape)
     return sizes * np.where(is_positive, np.abs(values), values)
 
 
-def _measure_distance(results: Any, expected: Any) -> jax.Array:
-    """float32 [measures]: by how many roundings each result of one input differs at most, in two measures.
+def _measure_distance(results: Any, expected_results: Any) -> jax.Array:
+    """float32 [measures]: by how many roundings each result of one input differs at most, in two measures."""
+    measures = [jnp.zeros(())]  # of a program without results
+    for result, expected in zip(jax.tree.leaves(results), jax.tree.leaves(expected_results), strict=True):
+        if not result.size or jnp.issubdtype(result.dtype, jax.dtypes.prng_key):
+            continue
+        if is_float(result):
+            measures += _measure_roundings(result.astype(jnp.float32), expected.astype(jnp.float32))
+        else:
+            measures.append(jnp.where((result != expected).any(), _OTHER_INTEGER, 0))
+    return jnp.stack([measure.astype(jnp.float32) for measure in measures])
+
+
+def _measure_roundings(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+    """By how many roundings two arrays of floats differ at most, in two measures.
 
     Of numbers of a size below one thousandth rounding says little; but all numbers of a program may be so small. So the
     first measure takes an element for as large as a thousandth at least, and the second one for as large as a
-    thousandth of the largest element of its result.
+    thousandth of the largest element.
     """
-    measures = [jnp.zeros(())]  # of a program without results
-    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            continue
-        if not is_float(x):
-            measures.append(jnp.where((x != y).any(), _OTHER_INTEGER, 0))
-            continue
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
-        is_nan_on_one_side = jnp.isnan(x) != jnp.isnan(y)
-        is_other_infinity = ~are_numbers & (x != y) & ~jnp.isnan(x) & ~jnp.isnan(y)
-        size = jnp.where(are_numbers, jnp.maximum(jnp.abs(x), jnp.abs(y)), 0)
-        roundings = jnp.where(are_numbers, jnp.abs(x - y), 0) / _EPSILON
-        distance = jnp.where(is_nan_on_one_side | is_other_infinity, _NO_NUMBER, roundings / jnp.maximum(size, 1e-3))
-        by_size = roundings / jnp.maximum(size, jnp.maximum(1e-3 * size.max(), _SMALLEST))
-        measures += [distance.max(), by_size.max()]
-    return jnp.stack([measure.astype(jnp.float32) for measure in measures])
+    are_numbers = jnp.isfinite(x) & jnp.isfinite(y)
+    is_nan_on_one_side = jnp.isnan(x) != jnp.isnan(y)
+    is_other_infinity = ~are_numbers & (x != y) & ~jnp.isnan(x) & ~jnp.isnan(y)
+    size = jnp.where(are_numbers, jnp.maximum(jnp.abs(x), jnp.abs(y)), 0)
+    roundings = jnp.where(are_numbers, jnp.abs(x - y), 0) / _EPSILON
+    is_other_kind = is_nan_on_one_side | is_other_infinity
+    distance = jnp.where(is_other_kind, _NO_NUMBER, roundings / jnp.maximum(size, _SMALL_SHARE))
+    smallest_size = jnp.maximum(_SMALL_SHARE * size.max(), _SMALLEST)
+    by_size = roundings / jnp.maximum(size, smallest_size)
+    return [distance.max(), by_size.max()]

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.coverage import Decision
+from shardkit.testing.exact.decision import Decision, Key
 from shardkit.testing.exact.forms import sign_value
 from shardkit.testing.exact.interpreter import HangsError
 from shardkit.testing.exact.numbers.errors import NO_VALUE, UnsupportedError
@@ -54,12 +54,11 @@ def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
     Cost: a run of a side for each draw, and one for each such comparison and draw until a result shows it: mostly the
     first draw does. Where none does, two more for each choice that may hide it.
     """
-    keys = pair.coverage.list_foreign_keys()
-    draws: dict[int, list[_Draw]] = {}
-    for side in {key[0] for key in keys}:
-        draws[side] = [_Draw(pair, side, pair.make_field(seed, kind)) for seed, kind in enumerate(kinds)]
-    for key in keys:
-        if _is_hidden(key, draws[key[0]], EVERYWHERE):
+    draws_by_side: dict[int, list[_Draw]] = {}
+    for key in pair.coverage.list_foreign_keys():
+        if key.place.side not in draws_by_side:
+            draws_by_side[key.place.side] = _list_draws(pair, key.place.side, kinds)
+        if _is_hidden(key, draws_by_side[key.place.side], EVERYWHERE):
             return pair.coverage.decisions[key]
     return None
 
@@ -70,7 +69,7 @@ def find_hidden_tie(pair: ProgramPair) -> Decision | None:
     Cost: as `find_hidden`.
     """
     for key in pair.coverage.find_differing_ties():
-        draws = [_Draw(pair, key[0], field) for field in pair.make_tied_fields(key)]
+        draws = [_Draw(pair, key.place.side, field) for field in pair.make_tied_fields(key)]
         if _is_hidden(key, draws, TIES):
             return pair.coverage.decisions[key]
     return None
@@ -85,50 +84,64 @@ def find_tie_without_effect(pair: ProgramPair, kinds: Sequence[str]) -> Decision
 
     Cost: for each such comparison two runs a draw, until a result changes.
     """
-    for key, places in pair.coverage.find_differing_ties().items():
+    for key, differs in pair.coverage.find_differing_ties().items():
         decision = pair.coverage.decisions[key]
-        met = places & decision.tied
-        missed = places & ~met
-        if not met.any() or not missed.any():
+        was_met = differs & decision.was_tied
+        was_missed = differs & ~was_met
+        if not was_met.any() or not was_missed.any():
             continue
-        draws = [_Draw(pair, key[0], pair.make_field(seed, kind)) for seed, kind in enumerate(kinds)]
-        if not _changes_a_result(key, draws, met) and _changes_a_result(key, draws, missed):
+        draws = _list_draws(pair, key.place.side, kinds)
+        if not _changes_a_result(key, draws, was_met) and _changes_a_result(key, draws, was_missed):
             return decision
     return None
 
 
-def _changes_a_result(key: Any, draws: Iterable[_Draw], turn: np.ndarray) -> bool:
+def _list_draws(pair: ProgramPair, side: int, kinds: Sequence[str]) -> list[_Draw]:
+    """A draw of each kind."""
+    draws = []
+    for seed, kind in enumerate(kinds):
+        draws.append(_Draw(pair, side, pair.make_silent_field(seed, kind)))
+    return draws
+
+
+def _turn(key: Key, where: np.ndarray | str) -> Turned:
+    """One comparison that is turned round."""
+    return {(key.place.equation, key.place.part): where}
+
+
+def _changes_a_result(key: Key, draws: Iterable[_Draw], where: np.ndarray) -> bool:
     """Whether a result of some draw depends on these elements of a comparison."""
     for draw in draws:
         with suppress(*_MEANINGLESS):
-            if draw.run({key[1:3]: turn}).results != draw.plain.results:
+            if draw.run(_turn(key, where)).results != draw.plain.results:
                 return True
     return False
 
 
-def _is_hidden(key: Any, draws: Iterable[_Draw], turn: np.ndarray | str) -> bool:
+def _is_hidden(key: Key, draws: Iterable[_Draw], where: np.ndarray | str) -> bool:
     """Whether choices hide the outcome of a comparison in all draws in which numbers depend on it.
 
     Worked example: `max(where(x > 0, y / x, 0), z)` beside one with `x >= 0`. At x = 0 a positive y makes one side
     infinite, which is not compared, and of a negative y the maximum is z. So no draw tells that 0 may be larger than z.
     """
+    turned = _turn(key, where)
     hides = False
     tells = False
     is_excluded = False
     for draw in draws:
         try:
             plain = draw.plain
-            changed = draw.run({key[1:3]: turn})
+            changed = draw.run(turned)
         except _MEANINGLESS:
             continue
-        if changed.results != plain.results:
+        if changed.results == plain.results:
+            tells = True
+            hides = hides or draw.hides(turned, changed)
+        elif where is TIES and not (plain.are_numbers and changed.are_numbers):
             # With equal numbers a divisor may be zero, and whether one side alone is infinite then is not compared.
-            if turn is TIES and not (plain.are_numbers and changed.are_numbers):
-                is_excluded = True
-                continue
+            is_excluded = True
+        else:
             return False
-        tells = True
-        hides = hides or draw.hides({key[1:3]: turn}, changed)
     return hides or (is_excluded and not tells)
 
 
@@ -144,9 +157,9 @@ class _Draw:
         self._field = field
         # The parts of each equation that compare.
         self._parts: dict[int, set[str]] = {}
-        for other_side, equation, part, _ in pair.coverage.decisions:
-            if other_side == side:
-                self._parts.setdefault(equation, set()).add(part)
+        for key in pair.coverage.decisions:
+            if key.place.side == side:
+                self._parts.setdefault(key.place.equation, set()).add(key.place.part)
 
     @cached_property
     def plain(self) -> _Run:
@@ -163,15 +176,18 @@ class _Draw:
         """Whether a choice hides a comparison from the results, which are those of `changed` too.
 
         A choice behind another one may hide it as well. Worked example: `min(min(w, c), d)`, where w depends on the
-        comparison. The change ends at the first minimum. With that one turned round, it ends at the second one, which
-        is turned round beside it.
+        comparison.
+
+            turned round                                 the change ends at
+            the comparison                               the first minimum
+            beside it the first minimum                  the second minimum
+            beside both the second minimum               nothing: the result changes, so that the choices hid it
         """
         ends = self.plain.find_ends(changed)
         names = {event.call.primitive for event in ends}
         if not names & _CHOICES:
             return False
-        choices, is_complete = self._find_turnable(self.plain.record, ends)
-        waiting: list[Turned] = list(choices)
+        waiting, is_complete = self._find_turnable(self.plain.record, ends)
         tried = 0
         while waiting:
             choice = waiting.pop(0)
@@ -187,10 +203,10 @@ class _Draw:
                 continue
             if after.results != before.results:
                 return True
-            further, _ = self._find_turnable(before.record, before.find_ends(after))
-            for other in further:
-                if not other.keys() <= choice.keys():
-                    waiting.append({**choice, **other})
+            further_choices, _ = self._find_turnable(before.record, before.find_ends(after))
+            for further_choice in further_choices:
+                if not further_choice.keys() <= choice.keys():
+                    waiting.append({**choice, **further_choice})
         # Where all that ends the change are choices, one that was not turned counts as one that hides.
         return names <= _CHOICES and not is_complete
 
@@ -198,7 +214,7 @@ class _Draw:
         """The comparisons by which choices choose: their own, or those that their masks follow from.
 
         Returns:
-            Them, and whether all choices among the ends are turned with them.
+            The comparisons, and whether all choices among the ends are turned with them.
         """
         turnable: dict[int, Turned] = {}
         is_complete = True
@@ -209,10 +225,11 @@ class _Draw:
             masks = [x for x in event.operands if _is_mask(x)]
             for number in sorted(record.find_causes(masks, up_to=tuple(ORDERED))):
                 equations.append(id(record.events[number].call.equation))
-            compared = [equation for equation in equations if equation in self._parts]
-            for equation in compared:
+            comparisons = [equation for equation in equations if equation in self._parts]
+            for equation in comparisons:
                 turnable[equation] = {(equation, part): EVERYWHERE for part in self._parts[equation]}
-            is_complete = is_complete and bool(compared)
+            if not comparisons:
+                is_complete = False
         return list(turnable.values()), is_complete
 
 
@@ -230,7 +247,7 @@ class _Run:
         self._field = field
         self._signatures: dict[int, Any] = {}
         results = side(field, self.record)
-        self.results = [self._sign(x) for x in results]
+        self.results = self._sign_all(results)
         self.are_numbers = not any(isinstance(x, Exact) and x.special for x in results)
 
     def find_ends(self, other: _Run) -> list[Event]:
@@ -239,10 +256,9 @@ class _Run:
         Worked example: a comparison is turned round in `y = where(x > 1, x, 2 * x); min(y, 0) + (y - y)`. The results
         of `where` are other ones, and those of `min` and `sub` are the same: these two.
         """
-        twins = other._events
         ends = []
         for key, event in self._events.items():
-            twin = twins.get(key)
+            twin = other._events.get(key)
             if twin is None:  # of a branch that is not taken
                 continue
             if self._sign_all(event.results) != other._sign_all(twin.results):
@@ -254,12 +270,12 @@ class _Run:
     @cached_property
     def _events(self) -> dict[Any, Event]:
         """The events by their equation, and how often it ran before."""
-        times: Counter[Any] = Counter()
+        rounds: Counter[Any] = Counter()
         events = {}
         for event in self.record.events:
             key = (*event.call.key, len(event.call.axes))
-            events[*key, times[key]] = event
-            times[key] += 1
+            events[*key, rounds[key]] = event
+            rounds[key] += 1
         return events
 
     def _sign_numbers(self, event: Event) -> list[Any]:
@@ -267,10 +283,10 @@ class _Run:
         return self._sign_all([x for x in event.operands if not _is_mask(x)])
 
     def _sign_all(self, values: Sequence[Operand]) -> list[Any]:
-        return [self._sign(x) for x in values]
-
-    def _sign(self, x: Operand) -> Any:
-        # The record keeps all values, so that no two have one id.
-        if id(x) not in self._signatures:
-            self._signatures[id(x)] = sign_value(self._field, x)
-        return self._signatures[id(x)]
+        """Signatures of values. The record keeps all values, so that no two of them have one id."""
+        signatures = []
+        for x in values:
+            if id(x) not in self._signatures:
+                self._signatures[id(x)] = sign_value(self._field, x)
+            signatures.append(self._signatures[id(x)])
+        return signatures

@@ -6,9 +6,9 @@ with that of the other. What a run has shown, as which elements were numbers on 
 
 Worked example: `psum(x * x, "data")` and `(x * x).sum()`, of two floats.
 
-    run(points=3)       a draw of seed 0: both sides are the same numbers modulo each prime; degree 2
-    draw("wide")        one more draw, of wide inputs, where comparisons may go another way
-    evidence()          2 draws, 0 orders, no decisions: all that a certificate says
+    run(points=3)          a draw of seed 0: both sides are the same numbers modulo each prime; degree 2
+    draw("wide")           one more draw, of wide inputs, where comparisons may go another way
+    collect_evidence()     2 draws, 0 orders, no decisions: all that a certificate says
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as attribute
-from typing import Any
 
 import numpy as np
 
@@ -25,10 +24,9 @@ from shardkit.testing._compare import UnequalError
 from shardkit.testing.exact.agreement import agree, describe_missing_law, rounds_in_float32
 from shardkit.testing.exact.compared_elements import ComparedElements, are_any_outside
 from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
-from shardkit.testing.exact.crossings import Crossings, Differences
+from shardkit.testing.exact.decision import Key
 from shardkit.testing.exact.difference import describe_difference, describe_remedy
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
-from shardkit.testing.exact.float_inputs import RealInputs
 from shardkit.testing.exact.interpreter import HangsError, Seen
 from shardkit.testing.exact.no_number import describe_no_number, find_first_no_number
 from shardkit.testing.exact.numbers.errors import (
@@ -55,7 +53,7 @@ _SCALES = (1.0, 0.3, 0.1, 0.03)
 # The points of the first draw at least, and of orders: two tell a constant from an unknown.
 POINTS = 2
 # The points of further draws.
-_FEWEST = 1
+FEWEST_POINTS = 1
 # Each logarithm of a logarithm takes a prime: so many leave enough of them for exps.
 _MOST_NESTED = LEVELS // 2
 # So many draws are remembered in which a comparison was of equal numbers.
@@ -112,12 +110,12 @@ class ProgramPair:
     elements: ComparedElements = attribute(default_factory=ComparedElements)
     by_laws: bool = False
     needs_laws: bool = False
-    tied_draws: dict[Any, list[Field]] = attribute(default_factory=dict)
+    tied_draws: dict[Key, list[Field]] = attribute(default_factory=dict)
     folded: Mapping[Constant, Folded] = attribute(default_factory=dict)
     lacks_floats: bool = False
     exact_functions: bool = False
 
-    def evidence(self) -> Evidence:
+    def collect_evidence(self) -> Evidence:
         """What all runs have shown."""
         return Evidence(
             field=self.field,
@@ -150,11 +148,11 @@ class ProgramPair:
         scale = 0
         redrawn = 0
         while redrawn < SEEDS:
-            field = self._make_field(points, self.seed, order, kind, scale=_SCALES[scale])
+            field = self.make_field(points, self.seed, order, kind, scale=_SCALES[scale])
             if order is None:
                 self.seed += 1
             try:
-                self._compare_all(field)
+                self.compare(field)
             except RedrawError:
                 redrawn += 1
             except UnknownValueError:
@@ -166,7 +164,7 @@ class ProgramPair:
             except NestedLogarithmsError:
                 self._nest_logarithms()
             else:
-                self._count_run(field)
+                self.count_run(field)
                 return
         raise UnprovableError(
             f"{self.where}: a divisor must not be zero for most inputs; at {SEEDS} draws one was. Remove a division "
@@ -175,145 +173,12 @@ class ProgramPair:
 
     def draw(self, kind: str) -> None:
         """One more draw, which counts unless its values are beyond floats."""
+        points = POINTS if self.coverage.identifies else FEWEST_POINTS
         with suppress(UnknownValueError):
-            self.run(POINTS if self.coverage.identifies else _FEWEST, kind=kind)
+            self.run(points, kind=kind)
 
-    def draw_at(self, inputs: RealInputs) -> None:
-        """One more draw, of which some inputs have these real values; it counts unless it has none for a number.
-
-        Worked example: for {"0": [0.25, 3.0]} the argument 0 has these real values. Its residues are drawn as ever, so
-        that the comparisons go as they do at these values, and results are compared at other numbers. For {"0": [2.0,
-        -2.0]} the residues are those of 2 and -2, because the squares are to be equal.
-        """
-        seed = self.seed
-        self.seed += 1
-        # Whole numbers, and halves, may be equal or zero: such a draw is one of chosen inputs. Their roots have laws
-        # that those of unknown numbers do not have.
-        whole = set()
-        if not self.field.laws.roots.squares:
-            whole = {name for name, values in inputs.items() if (2 * values == np.rint(2 * values)).all()}
-        field = self._make_field(_FEWEST, seed, kind=ANY, crossed=bool(whole))
-        rng = np.random.default_rng(seed)
-        moduli = field.residues.moduli
-        elements = []
-        for name, values in inputs.items():
-            for place, real in enumerate(values.ravel().tolist()):
-                number = rng.integers(1, moduli, dtype=np.uint64)
-                if name in whole:
-                    number = field.lift(np.float32(real)).number
-                elements.append(Element(name, place, number, real))
-        field.choices.elements = tuple(elements)
-        with suppress(*NO_VALUE):
-            self._compare_all(field)
-            self._count_run(field)
-
-    def cross(self, crossings: Crossings, count: int) -> None:
-        """Draws of the same inputs, in each of which one element more is put where a comparison changes its answer.
-
-        Args:
-            crossings: chooses the elements.
-            count: how many elements are put so, one after the other.
-        """
-        kind = crossings.choose_kind()
-        placed: list[Element] = []
-        seed = self.seed
-        self.seed += 1
-        levels = self.levels
-        try:
-            for number in range(count + 1):
-                before = Differences()
-                field = self._make_field(_FEWEST, seed, kind=kind, crossed=True, elements=placed)
-                self.coverage.differences = before
-                self._compare_all(field)
-                # The first of these runs has no element put anywhere yet: it shows which differences are compared, for
-                # the next ones.
-                if number:
-                    self._count_run(field)
-                    self.levels = levels  # the elements have a residue for each prime of these draws
-                    crossings.note_end(self.coverage.tried)
-                if number < count:
-                    element = self._find_crossing(field, crossings, placed, before)
-                    if element is None:
-                        return
-                    placed.append(element)
-        except NO_VALUE:
-            return
-        # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
-        except UndecidedError:
-            raise
-        except UnprovableError:  # as of a loop that does not end for inputs like these
-            return
-        finally:
-            self.coverage.differences = None
-
-    def _find_crossing(
-        self, field: Field, crossings: Crossings, elements: Sequence[Element], before: Differences
-    ) -> Element | None:
-        """One more element with a value at which a comparison changes, by a run in which the element is moved."""
-        moved = crossings.moved(field, elements)
-        if moved is None:
-            return None
-        after = Differences()
-        settings = field.settings
-        elements = [*elements, moved]
-        field = self._make_field(_FEWEST, settings.seed, kind=settings.kind, crossed=True, elements=elements)
-        field.coverage = Coverage(differences=after, identifies=False)
-        for side, run in zip((ON_MESH, ALONE), self.sides, strict=True):
-            field.coverage.side = side
-            run(field, None)
-        # The comparisons that are most likely to tell both sides apart, by their keys without the number of dims.
-        preferred = {key[:3] for key in (*self.coverage.list_foreign_keys(), *self.coverage.find_untied())}
-        return crossings.solve(field, moved, before, after, preferred)
-
-    def _make_field(
-        self,
-        points: int,
-        seed: int,
-        order: int | None = None,
-        kind: str = ANY,
-        crossed: bool = False,
-        scale: float = 1.0,
-        elements: Sequence[Element] = (),
-    ) -> Field:
-        """A field that notes comparisons."""
-        settings = Settings(
-            points, seed, self.shallow, order, kind, crossed, scale, self.levels, log_depth=self.log_depth
-        )
-        field = Field(settings)
-        field.coverage = self.coverage
-        field.choices.centres = tuple(sorted(self.coverage.constants))
-        field.choices.elements = tuple(elements)
-        field.choices.folded = self.folded
-        field.choices.exact_functions = self.exact_functions
-        return field
-
-    def make_field(self, seed: int, kind: str) -> Field:
-        """The field of a draw that notes no comparisons."""
-        field = self._make_field(_FEWEST, seed, kind=kind)
-        field.coverage = None
-        return field
-
-    def make_tied_fields(self, key: Any) -> list[Field]:
-        """Some of the draws in which a comparison was of equal numbers, as fields that have noted nothing."""
-        fields = []
-        for drawn in self.tied_draws.get(key, []):
-            field = drawn.like()
-            field.choices.folded = self.folded
-            fields.append(field)
-        return fields
-
-    def _note_ties(self, field: Field, coverage: Coverage) -> None:
-        """Notes a draw for the comparisons that it made of equal numbers."""
-        if not field.planted:
-            return
-        drawn = field.like()
-        for key, decision in coverage.decisions.items():
-            draws = self.tied_draws.setdefault(key, [])
-            if np.any(decision.tied) and len(draws) < _MOST_TIED:
-                draws.append(drawn)
-
-    def _count_run(self, field: Field) -> None:
-        """Counts a run."""
+    def count_run(self, field: Field) -> None:
+        """Counts a run whose results were equal."""
         if self.draws + self.orders == 0:
             self.field = field
         if field.settings.order is None:
@@ -346,43 +211,100 @@ class ProgramPair:
         self.log_depth += 1
         self.levels = LEVELS
 
+    # Fields
+
+    def make_field(
+        self,
+        points: int,
+        seed: int,
+        order: int | None = None,
+        kind: str = ANY,
+        crossed: bool = False,
+        scale: float = 1.0,
+        elements: Sequence[Element] = (),
+    ) -> Field:
+        """A field that notes comparisons, and takes for equal numbers what made both sides equal before."""
+        settings = Settings(
+            points=points,
+            seed=seed,
+            shallow=self.shallow,
+            order=order,
+            kind=kind,
+            crossed=crossed,
+            scale=scale,
+            levels=self.levels,
+            log_depth=self.log_depth,
+        )
+        field = Field(settings)
+        field.coverage = self.coverage
+        field.choices.centres = tuple(sorted(self.coverage.constants))
+        field.choices.elements = tuple(elements)
+        field.choices.folded = self.folded
+        field.choices.exact_functions = self.exact_functions
+        return field
+
+    def make_silent_field(self, seed: int, kind: str) -> Field:
+        """The field of a draw that notes no comparisons."""
+        field = self.make_field(FEWEST_POINTS, seed, kind=kind)
+        field.coverage = None
+        return field
+
+    def make_tied_fields(self, key: Key) -> list[Field]:
+        """Some of the draws in which a comparison was of equal numbers, as fields that have noted nothing."""
+        fields = []
+        for tied_field in self.tied_draws.get(key, []):
+            field = tied_field.like()
+            field.choices.folded = self.folded
+            fields.append(field)
+        return fields
+
     # Comparing results
 
-    def _compare_all(self, field: Field) -> None:
+    def compare(self, field: Field) -> None:
         """Refuses results of the program on the mesh that are not those of the reference."""
-        # Comparisons are noted in the field in which results are compared: the laws of roots change residues, and so
-        # which differences are compared with zero, and which of them both sides compare.
         results = self._run_and_compare(field)
         if not results.are_equal():
             results = run_again(self._run_and_compare, self.subject, field, results)
-        pairs, equal, compared, coverage = results
         if results.are_equal():
             # What made them equal is chosen for further runs too.
-            self.folded = compared.choices.folded
-            self.exact_functions = compared.choices.exact_functions
+            self.folded = results.field.choices.folded
+            self.exact_functions = results.field.choices.exact_functions
         are_defined = True
-        for index, ((x, y), mask) in enumerate(zip(pairs, equal, strict=True)):
-            is_defined = self._check_result(compared, index, self.names[index], x, y, mask)
+        for index, ((x, y), equal) in enumerate(zip(results.pairs, results.equal, strict=True)):
+            is_defined = self._check_result(results.field, index, x, y, equal)
             are_defined = are_defined and is_defined
+        # Comparisons are noted in the field in which results are compared: the laws of roots change residues, and so
+        # which differences are compared with zero, and which of them both sides compare.
+        coverage = results.coverage
         # An element that is not compared may be the one whose value depends on a tie.
-        if are_any_outside(pairs):
+        if are_any_outside(results.pairs):
             coverage.forget_ties()
         self._note_ties(field, coverage)
         self.coverage.merge(coverage)
-        if compared is not field:
-            field.add_notes(compared, (ON_MESH, ALONE))
+        if results.field is not field:
+            field.add_notes(results.field, (ON_MESH, ALONE))
         if are_defined and field.settings.order is None and not field.planted:
             self.elements.are_defined = True
 
+    def _note_ties(self, field: Field, coverage: Coverage) -> None:
+        """Notes a draw for the comparisons that it made of equal numbers."""
+        if not field.planted:
+            return
+        tied_field = field.like()
+        for key, decision in coverage.decisions.items():
+            draws = self.tied_draws.setdefault(key, [])
+            if np.any(decision.was_tied) and len(draws) < _MOST_TIED:
+                draws.append(tied_field)
+
     def _run_and_compare(self, field: Field) -> Results:
         """The results of both programs in a field; if they differ, in the same field with the laws of roots."""
-        field.coverage = self._make_coverage(self.coverage.differences)
+        field.coverage = Coverage(identifies=self.coverage.identifies, differences=self.coverage.differences)
         results = self._compare_pairs(field)
         has_roots = field.laws.roots.squares or field.laws.roots.of_powers
         by_laws = self.by_laws and field.settings.order is None
         if not has_roots or (results.are_equal() and not by_laws):
             return results
-        with_laws = self._make_with_laws_of_roots(field)
+        with_laws = self._make_field_with_laws_of_roots(field)
         # Programs whose numbers have no value with these laws are compared without them.
         with suppress(*NO_VALUE):
             results_by_laws = self._compare_pairs(with_laws)
@@ -396,37 +318,33 @@ class ProgramPair:
                 return results._replace(coverage=with_laws.coverage)
         return results
 
+    def _make_field_with_laws_of_roots(self, field: Field) -> Field:
+        """The same field, in which multiples of roots are followed through products and quotients."""
+        with_laws = field.with_laws_of_roots()
+        with_laws.coverage = Coverage(identifies=self.coverage.identifies)
+        with suppress(RedrawError):
+            remember_roots(with_laws, field.laws.roots, field.laws.roots.degree_of_squares)
+        return with_laws
+
     def _compare_pairs(self, field: Field) -> Results:
         """Runs both programs in a field, and compares their results there."""
-        got, wanted = self._run_both(field)
+        on_mesh, alone = self._run_both(field)
         pairs = []
-        for index, (x, y) in enumerate(zip(got, wanted, strict=True)):
+        for index, (x, y) in enumerate(zip(on_mesh, alone, strict=True)):
             # Of inputs that are equal the gradient is a matter of convention.
             if index < self.values or not field.planted:
                 pairs.append((lift_operand(field, x), lift_operand(field, y)))
         equal = [find_equal(field, x, y) for x, y in pairs]
         return Results(pairs, equal, field, field.coverage)
 
-    def _make_coverage(self, differences: Differences | None = None) -> Coverage:
-        """The notes of the comparisons of one run."""
-        return Coverage(identifies=self.coverage.identifies, differences=differences)
-
-    def _make_with_laws_of_roots(self, field: Field) -> Field:
-        """The same field, in which multiples of roots are followed through products and quotients."""
-        other = field.with_laws_of_roots()
-        other.coverage = self._make_coverage()
-        with suppress(RedrawError):
-            remember_roots(other, field.laws.roots, field.laws.roots.degree_of_squares)
-        return other
-
     def _run_both(self, field: Field) -> tuple[list[Operand], list[Operand]]:
         """The results of the program on the mesh, and of the reference."""
-        on_mesh, alone = self.sides
+        run_on_mesh, run_alone = self.sides
         try:
             field.coverage.side = ALONE
-            wanted = alone(field, None)
+            alone = run_alone(field, None)
             field.coverage.side = ON_MESH
-            got = on_mesh(field, None)
+            on_mesh = run_on_mesh(field, None)
         except UnsupportedError as error:
             place = f"at {error.line} " if error.line else ""
             raise UnprovableError(
@@ -438,15 +356,14 @@ class ProgramPair:
         except DiffersError as error:
             line = self._locate(field, 0, None)
             raise UnequalError(f"{self.subject}{error} differs between devices{line}.") from error
-        return got, wanted
+        return on_mesh, alone
 
-    def _check_result(self, field: Field, index: int, name: str, a: Exact, b: Exact, equal: np.ndarray) -> bool:
+    def _check_result(self, field: Field, index: int, a: Exact, b: Exact, equal: np.ndarray) -> bool:
         """Refuses a result that differs.
 
         Args:
             field: the field in which the results were compared.
             index: the number of the result.
-            name: the name of the result.
             a: the result of the program on the mesh.
             b: the result of the reference.
             equal: bool [...], where both are equal.
@@ -456,7 +373,8 @@ class ProgramPair:
         """
         self._check_depth(field, a, b)
         if not equal.all():
-            self._refuse(field, index, name, a, b)
+            self._refuse(field, index, a, b)
+        name = self.names[index]
         self.elements.note_numbers(name, a, b)
         # Of an order, or of planted inputs, a result says something of these inputs alone.
         if field.settings.order is None and not field.planted:
@@ -466,44 +384,48 @@ class ProgramPair:
 
     def _check_depth(self, field: Field, a: Exact, b: Exact) -> None:
         """Refuses results for which no prime is left that exps and logarithms have not used up."""
-        used = int(max(a.both_used.max(initial=0), b.both_used.max(initial=0)))
+        used_by_a = a.both_used.max(initial=0)
+        used_by_b = b.both_used.max(initial=0)
+        used = int(max(used_by_a, used_by_b))
         field.notes.deepest = max(field.notes.deepest, used)
-        # A factor of a logarithm is compared by its exp.
-        lost = 0
+        # Logarithms that became numbers take the highest primes. A factor of a logarithm is compared by its exp.
         if field.notes.logs or a.factor is not None or b.factor is not None:
-            lost = field.settings.log_depth
-        if used + lost >= field.settings.levels:
+            used += field.settings.log_depth
+        if used >= field.settings.levels:
             raise TooDeepError
 
-    def _refuse(self, field: Field, index: int, name: str, a: Exact, b: Exact) -> None:
+    def _refuse(self, field: Field, index: int, a: Exact, b: Exact) -> None:
         """Raises the error of a result that differs: not decided if both sides have the same real values."""
         are_alike = agree(field, a, b)
         hint = describe_missing_law(field)
         precision = "float32" if rounds_in_float32(field) else "float64"
-        text = self._describe(field, index, a, b)
+        name = self.names[index]
+        description = self._describe(field, index, a, b)
         if are_alike:
             raise UndecidedError(
                 f"{self.subject}not decided: the {name} is the reference's in {precision} for the inputs that were "
-                f"drawn, but by no law that a proof knows{text}{hint}"
+                f"drawn, but by no law that a proof knows{description}{hint}"
             )
         raise UnequalError(
-            f"{self.subject}the {name} is not the reference's for all inputs{_describe_inputs(field)}{text}."
+            f"{self.subject}the {name} is not the reference's for all inputs{_describe_inputs(field)}{description}."
         )
 
     # Where results differ
 
-    def _describe(self, field: Field, index: int, got: Exact, wanted: Exact) -> str:
+    def _describe(self, field: Field, index: int, result: Exact, expected: Exact) -> str:
         """How and where a result differs, as the end of a sentence."""
-        words = describe_no_number(got, wanted)
+        words = describe_no_number(result, expected)
         if not words:
-            return self._locate(field, index, wanted)
-        remedy = self._locate(field, index, wanted, only_remedy=True)
+            return self._locate(field, index, expected)
+        remedy = self._locate(field, index, expected, only_remedy=True)
         if remedy:
             return f"{words}. {remedy}"
-        first = find_first_no_number(self._make_runs(field), got, wanted)
-        return f"{words}, first by {first}" if first else words
+        line = find_first_no_number(self._make_runs(field), result, expected)
+        if line:
+            return f"{words}, first by {line}"
+        return words
 
-    def _locate(self, field: Field, index: int, wanted: Exact | None, only_remedy: bool = False) -> str:
+    def _locate(self, field: Field, index: int, expected: Exact | None, only_remedy: bool = False) -> str:
         """How and where a result differs; "" in an order behind draws, whose differences say what is not decided."""
         if field.settings.order is not None and self.draws:
             return ""
@@ -512,8 +434,8 @@ class ProgramPair:
         # First with the equations that no result needs: the mistake may be that one of their values is not read.
         if self.with_unused is not None:
             with suppress(*NO_VALUE, UnsupportedError, HangsError):
-                return describe(runs._replace(on_mesh=self.with_unused), index, wanted)
-        return describe(runs, index, wanted)
+                return describe(runs._replace(on_mesh=self.with_unused), index, expected)
+        return describe(runs, index, expected)
 
     def _make_runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
@@ -526,4 +448,6 @@ def _describe_inputs(field: Field) -> str:
     """For which inputs a difference was seen, if they are chosen."""
     if field.choices.elements:
         return ", for some that a comparison tells apart"
-    return ", where some inputs are equal" if field.planted else ""
+    if field.planted:
+        return ", where some inputs are equal"
+    return ""

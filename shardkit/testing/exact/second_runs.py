@@ -24,7 +24,7 @@ from shardkit.testing.exact.agreement import agree_in_float32
 from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
 from shardkit.testing.exact.evidence import UndecidedError
 from shardkit.testing.exact.numbers.errors import NO_VALUE
-from shardkit.testing.exact.numbers.field import Field
+from shardkit.testing.exact.numbers.field import Choices, Field
 from shardkit.testing.exact.numbers.folded import explain_constants, explain_inverses
 from shardkit.testing.exact.numbers.values import Exact
 
@@ -35,13 +35,13 @@ class Results(NamedTuple):
     Attributes:
         pairs: the results that are compared, of the program on the mesh and of the reference.
         equal: for each pair bool [...], where it is equal.
-        compared: the field in which the results were compared.
+        field: the field in which the results were compared.
         coverage: the comparisons that count.
     """
 
     pairs: list[tuple[Exact, Exact]]
     equal: list[np.ndarray]
-    compared: Field
+    field: Field
     coverage: Coverage
 
     def are_equal(self) -> bool:
@@ -60,37 +60,42 @@ def run_again(run: Run, subject: str, field: Field, results: Results) -> Results
         run: runs both programs.
         subject: the beginning of a message.
         field: the field of the first run.
-        results: what it gave.
+        results: the results of the first run.
 
     Raises:
         UndecidedError: a number that is compared is zero in float64 and not in the field.
     """
-    again = _run_with_folded_constants(run, field, results)
-    if again is None or not again.are_equal():
-        again = _run_without_floats(run, subject, field) or again
-    return again or results
+    with_folded = _run_with_folded_constants(run, field, results)
+    if with_folded is not None and with_folded.are_equal():
+        return with_folded
+    # Where no choice makes them equal, those with folded constants differ by the fewest constants.
+    return _run_without_floats(run, subject, field) or with_folded or results
 
 
 def _run_with_folded_constants(run: Run, field: Field, results: Results) -> Results | None:
-    """Equal results, if constants of a side stand for the numbers from which they were computed; else None."""
+    """Results in which constants of a side stand for the numbers from which they were computed; None without any.
+
+    A compiled program may have the inverse of a constant, to multiply by it. That comes first, then the results of one
+    or two operations.
+    """
     if field.settings.order is not None:
         return None
     traced = field.notes.stored.get(ALONE, set()) | field.notes.constants.get(ALONE, set())
     inverses = explain_inverses(field.notes.stored.get(ON_MESH, set()), traced)
     if inverses.keys() <= field.choices.folded.keys():
         return _run_with_computed_constants(run, field, results)
-    other = field.with_folded(inverses)
+    field_with_inverses = field.with_folded(inverses)
     with suppress(*NO_VALUE):
-        again = run(other)
-        if again.are_equal():
-            return again
+        with_inverses = run(field_with_inverses)
+        if with_inverses.are_equal():
+            return with_inverses
         # Also if these differ: the first wrong value is then none that has the inverse in it.
-        return _run_with_computed_constants(run, other, again) or again
+        return _run_with_computed_constants(run, field_with_inverses, with_inverses) or with_inverses
     return None
 
 
 def _run_with_computed_constants(run: Run, field: Field, results: Results) -> Results | None:
-    """The same for the results of one or two operations.
+    """Equal results, if constants of a side stand for the results of one or two operations; else None.
 
     That is tried only where both sides are equal but for rounding: of a difference of two such constants little would
     be true.
@@ -101,14 +106,14 @@ def _run_with_computed_constants(run: Run, field: Field, results: Results) -> Re
     alone = field.notes.constants.get(ALONE, set())
     folded = explain_constants(on_mesh, alone) or explain_constants(alone, on_mesh)
     # Two operations give the bits of many constants, also of some that need not stand for anything.
-    of_one = {constant: number for constant, number in folded.items() if number.operations == 1}
-    for candidates in (of_one, folded):
+    folded_by_one = {constant: number for constant, number in folded.items() if number.operations == 1}
+    for candidates in (folded_by_one, folded):
         if not candidates:
             continue
         with suppress(*NO_VALUE):
-            again = run(field.with_folded(candidates))
-            if again.are_equal():
-                return again
+            with_computed = run(field.with_folded(candidates))
+            if with_computed.are_equal():
+                return with_computed
     return None
 
 
@@ -118,6 +123,27 @@ def _run_without_floats(run: Run, subject: str, field: Field) -> Results | None:
     A program that has 0.6931472 in place of log(2) may be equal to log(2) in float32 alone. So functions of constants
     are taken as in the run before, and the other way if the results differ.
     """
+    for choices in _list_choices(field):
+        other_field = field.like()
+        other_field.choices = choices
+        with suppress(*NO_VALUE):
+            results = run(other_field)
+            if results.are_equal():
+                return results
+        if other_field.notes.lost:
+            raise UndecidedError(
+                f"{subject}not decided: the sides differ for inputs for which float64 rounds a number to zero that is "
+                "compared. Compare floats for such inputs with assert_matches_reference."
+            )
+    return None
+
+
+def _list_choices(field: Field) -> list[Choices]:
+    """The choices by which floats decide less: functions of constants in the field, one place for equal numbers.
+
+    Worked example: a program of `log(2.0) * x` and of a comparison is run with `log(2)` in the field, then with
+    `same_keys`, then with both.
+    """
     choices = field.choices
     candidates = []
     if field.notes.rounded and not field.compiled:
@@ -125,16 +151,4 @@ def _run_without_floats(run: Run, subject: str, field: Field) -> Results | None:
     if field.settings.order is None and field.notes.compared:
         with_same_keys = [replace(candidate, same_keys=True) for candidate in (choices, *candidates)]
         candidates += with_same_keys
-    for candidate in candidates:
-        other = field.like()
-        other.choices = candidate
-        with suppress(*NO_VALUE):
-            results = run(other)
-            if results.are_equal():
-                return results
-        if other.notes.lost:
-            raise UndecidedError(
-                f"{subject}not decided: the sides differ for inputs for which float64 rounds a number to zero that is "
-                "compared. Compare floats for such inputs with assert_matches_reference."
-            )
-    return None
+    return candidates

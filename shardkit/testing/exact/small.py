@@ -46,17 +46,19 @@ def small(function: Callable[..., Any], args: tuple[Any, ...], *, multiple: int 
         ((12, 16), (8, 12), 'small: dims of 32 are 8, of 512 are 12, of 2048 are 16')
     """
     at_least("small", 1, multiple=multiple)
-    jax.eval_shape(function, *jax.tree.map(_describe, args))
+    jax.eval_shape(function, *jax.tree.map(describe_array, args))
     lowest = 2 * multiple  # one element for a device would hide what happens among its own
     all_sizes: set[int] = set()
     for x in jax.tree.leaves(args):
         all_sizes.update(np.shape(x))
-    sizes = sorted(n for n in all_sizes if n > lowest and n % multiple == 0)
+    large_sizes = sorted(size for size in all_sizes if size > lowest)
+    sizes = [size for size in large_sizes if size % multiple == 0]
     new_sizes = _shrink_one_by_one(function, args, sizes, lowest, multiple)
     new_sizes = _shrink_together(function, args, sizes, lowest, new_sizes)
-    shrunk = {n: less for n, less in new_sizes.items() if less < n}
-    kept = sorted(n for n in all_sizes if n > lowest and n not in shrunk)
-    return jax.tree.map(lambda x: _cut(x, shrunk), args), _summarize(shrunk, kept)
+    smaller_sizes = {size: new_size for size, new_size in new_sizes.items() if new_size < size}
+    unchanged_sizes = [size for size in large_sizes if size not in smaller_sizes]
+    small_args = jax.tree.map(lambda x: _cut(x, smaller_sizes), args)
+    return small_args, _summarize(smaller_sizes, unchanged_sizes)
 
 
 def _shrink_one_by_one(
@@ -67,14 +69,15 @@ def _shrink_one_by_one(
     Worked example: 32, 512 and 2048 with multiple=4. At least 8 are left, two for each of 4 devices: 32 becomes 8. 512
     cannot become 8 too, and becomes 12; 2048 becomes 16.
     """
-    new_sizes = {n: n for n in sizes}
-    for n in sizes:
-        for candidate in range(lowest, min(n, (_MOST + 1) * multiple), multiple):
+    new_sizes = {size: size for size in sizes}
+    for size in sizes:
+        end = min(size, (_MOST + 1) * multiple)
+        for candidate in range(lowest, end, multiple):
             # Dims of one size could be mistaken for each other: a transposed matrix would be proved.
             if candidate in new_sizes.values():
                 continue
-            if _takes(function, args, {**new_sizes, n: candidate}):
-                new_sizes[n] = candidate
+            if _takes(function, args, {**new_sizes, size: candidate}):
+                new_sizes[size] = candidate
                 break
     return new_sizes
 
@@ -85,48 +88,49 @@ def _shrink_together(
     """Sizes of which one follows from the other, as 4096 and 3 * 4096, shrink together, by a power of two.
 
     One by one they cannot: a function that splits a projection [4096, 3 * 4096] in three takes no other size of one of
-    both. The largest power comes first that leaves each of them a multiple of `lowest`.
+    both. The largest power comes first that leaves each of them a multiple of `lowest`: with multiple=4, 4096 and 12288
+    become 8 and 24.
     """
-    for power in range(max(sizes, default=1).bit_length(), 0, -1):
-        together = {}
-        for n in sizes:
-            if new_sizes[n] == n and n % (lowest << power) == 0:
-                together[n] = n >> power
-        repeated = set(together.values()) & set(new_sizes.values())
-        if not together or repeated:
+    most_bits = max(sizes, default=1).bit_length()
+    for power in range(most_bits, 0, -1):
+        divided_sizes = {}
+        for size in sizes:
+            is_unchanged = new_sizes[size] == size
+            if is_unchanged and size % (lowest << power) == 0:
+                divided_sizes[size] = size >> power
+        if not divided_sizes or not set(divided_sizes.values()).isdisjoint(new_sizes.values()):
             continue
-        if _takes(function, args, {**new_sizes, **together}):
-            new_sizes = {**new_sizes, **together}
+        candidates = {**new_sizes, **divided_sizes}
+        if _takes(function, args, candidates):
+            new_sizes = candidates
     return new_sizes
 
 
 def _takes(function: Callable[..., Any], args: tuple[Any, ...], new_sizes: Mapping[int, int]) -> bool:
     """Whether a function can be traced for arguments of other sizes."""
     try:
-        jax.eval_shape(function, *jax.tree.map(lambda x: _describe(x, new_sizes), args))
+        jax.eval_shape(function, *jax.tree.map(lambda x: _describe_small(x, new_sizes), args))
     except Exception:  # of any kind: it is the function's own
         return False
     return True
 
 
-def _summarize(shrunk: Mapping[int, int], kept: list[int]) -> str:
+def _summarize(smaller_sizes: Mapping[int, int], unchanged_sizes: list[int]) -> str:
     """What was done, in a sentence."""
-    if not shrunk:
+    if not smaller_sizes:
         return "small: no dim could shrink"
-    parts = [f"of {n} are {less}" for n, less in shrunk.items()]
+    parts = [f"of {size} are {new_size}" for size, new_size in smaller_sizes.items()]
     sentence = f"small: dims {', '.join(parts)}"
-    if kept:
-        sentence += f"; {quote(kept)} stayed"
+    if unchanged_sizes:
+        sentence += f"; {quote(unchanged_sizes)} stayed"
     return sentence
 
 
-def _describe(x: Any, new_sizes: Mapping[int, int] | None = None) -> jax.ShapeDtypeStruct:
+def _describe_small(x: Any, new_sizes: Mapping[int, int]) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an argument, with other sizes."""
-    x = describe_array(x)
-    shape = x.shape
-    if new_sizes is not None:
-        shape = [new_sizes.get(n, n) for n in shape]
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+    array = describe_array(x)
+    shape = [new_sizes.get(size, size) for size in array.shape]
+    return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
 def _cut(x: Any, new_sizes: Mapping[int, int]) -> Any:
@@ -134,8 +138,8 @@ def _cut(x: Any, new_sizes: Mapping[int, int]) -> Any:
     if not np.ndim(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        return _describe(x, new_sizes)
-    first_elements = tuple(slice(new_sizes.get(n, n)) for n in x.shape)
+        return _describe_small(x, new_sizes)
+    first_elements = tuple(slice(new_sizes.get(size, size)) for size in x.shape)
     x = x[first_elements]
     if new_sizes and jnp.issubdtype(x.dtype, jnp.integer):
         # A token of 30,000 would be out of the bounds of a vocabulary that shrank to 12.

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.testing import assert_equal_for_all_inputs
 from shardkit.testing.exact.certificate import ASSUMED
-from shardkit.testing.exact.coverage import EQUALITY, Coverage
+from shardkit.testing.exact.coverage import Coverage
+from shardkit.testing.exact.decision import EQUALITY
 from shardkit.testing.exact.draws import STEP, equal
 from shardkit.testing.exact.evidence import UnprovableError
 from shardkit.testing.exact.interpreter import Interpreter
@@ -339,7 +340,7 @@ def test_what_a_float_was_rounded_to_may_be_another_integer():
     program = jax.make_jaxpr(lambda x: jnp.where(jnp.floor(x) == 7, 0.0, x))(0.5)
     Interpreter(field).run(program, [draw_input(field, "x", ())])
     [decision] = field.coverage.decisions.values()
-    assert decision.kind == EQUALITY and decision.is_open and not decision.decided.any()
+    assert decision.kind == EQUALITY and decision.is_open and not decision.is_forced.any()
 
 
 def test_a_certificate_says_what_was_seen_of_comparisons():

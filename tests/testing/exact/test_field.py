@@ -8,6 +8,7 @@ import pytest
 
 from shardkit.testing.exact.coverage import ALONE
 from shardkit.testing.exact.crossings import DIVISOR, Crossings, Differences
+from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.numbers.arithmetic import add, invert, matmul, multiply, negate, power, subtract, sum_dims
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.bits import from_bits, to_bits
@@ -79,12 +80,14 @@ def test_similar_inputs_differ_by_little_along_some_dims():
 
 # A comparison that one side alone makes is solved for as often as all others together, a divisor less often.
 def test_crossings_prefer_comparisons_of_one_side():
-    crossings, foreign = Crossings(), (0, 9, "")
-    places = [(0, number, "") for number in range(10)] + [(0, number, DIVISOR) for number in range(10)]
+    crossings, foreign = Crossings(), DecisionPlace(0, 9, "")
+    places = [DecisionPlace(0, number, "") for number in range(10)] + [
+        DecisionPlace(0, number, DIVISOR) for number in range(10)
+    ]
     for seed in range(40):
         field = Field(Settings(1, seed, kind="any", crossed=True))
         x = draw_input(field, "x", (2, 3))
-        moved = crossings.moved(field, [])
+        moved = crossings.move(field, [])
         other = field.like()
         other.choices.elements = (moved,)
         differences = Differences(), Differences()
@@ -92,7 +95,7 @@ def test_crossings_prefer_comparisons_of_one_side():
             for place in places:
                 noted.note(place, field, y, field.lift(np.zeros((1, 1), "f")))
         crossings.solve(field, moved, *differences, {foreign})
-    divisors = sum(count for place, count in crossings.crossed.items() if place[2] == DIVISOR)
+    divisors = sum(count for place, count in crossings.crossed.items() if place.part == DIVISOR)
     assert crossings.crossed[foreign] >= 15 and 2 <= divisors <= 12
 
 
