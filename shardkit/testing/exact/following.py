@@ -97,9 +97,15 @@ def mark_results(
         # Numbers of the field need no mark: their keys are compared.
         if not isinstance(x, Exact) and not marks.follows_floats(x):
             x = np.asarray(x)
-            marks.add(x, decision=joins_decisions and x.dtype == bool, natural=is_natural)
+            is_decision = joins_decisions and x.dtype == bool
+            marks.add(x, decision=is_decision, natural=is_natural and not _may_wrap(x))
         marked.append(x)
     return marked
+
+
+def _may_wrap(x: np.ndarray) -> bool:
+    """Whether integers are so narrow that a count may be negative in them: of int8, 128 is -128."""
+    return x.dtype.kind == "i" and x.dtype.itemsize < 4
 
 
 def _follows_floats(field: Field, equation: Any, operands: Sequence[Operand]) -> bool:
