@@ -378,7 +378,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
     yield from _repair_numbers(bench)
     yield from _repair_chunk(bench)
     # The place of a device's first element is its index times the size of its block, which may be any size here.
-    sizes = sorted({1, *bench.sizes})
+    sizes = sorted({1, *bench.sizes_of(x)})
     for axis, size, sign in itertools.product(bench.axes, sizes, (1, -1)):
         operator = "plus" if sign > 0 else "minus"
         words = f"{name} {operator} the index along {axis!r}"
@@ -397,7 +397,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
 def _repair_wrap(bench: Bench) -> Iterator[Repair]:
     """An integer modulo a size: the neighbour behind the last place of a ring is the first place."""
     x = bench.result
-    for size in sorted({*bench.axes.values(), *bench.sizes} - {1}):
+    for size in sorted({*bench.axes.values(), *bench.sizes_of(x)} - {1}):
         # Where all elements are smaller than the size, the program would stay as it is.
         if (x % size != x).any():
             yield change_result(Cost.SIZE, f"{bench.call.name} modulo {size}", _wrap_around, size)
@@ -416,6 +416,8 @@ def _repair_layout(bench: Bench) -> Iterator[Repair]:
     if len(bench.shape(x)) != 1 or bench.shape(x)[0] < 2:
         return
     count = bench.shape(x)[0]
+    if count > np.iinfo(x.dtype).max:
+        return
     for axis, n in bench.axes.items():
         if n < 2:
             continue
@@ -474,7 +476,7 @@ def _repair_chunk(bench: Bench) -> Iterator[Repair]:
     # Read as strides: device 0 has c * n. How many chunks a device has is not in these numbers, so all sizes are tried.
     if first >= 0 and first % n == 0 and np.array_equal(first + index, x):
         chunk = first // n
-        for count in bench.sizes:
+        for count in bench.sizes_of(x):
             if count > chunk:
                 words = f"{name} in blocks of {count} along {axis!r} in place of strides"
                 yield change_result(Cost.INDEX, words, _take_layout, chunk + count * index)

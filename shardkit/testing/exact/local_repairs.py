@@ -114,6 +114,9 @@ def repair_size(bench: Bench) -> Iterator[Repair]:
         # A constant is a known array. A number of the field follows from an input.
         if isinstance(x, Exact) or x.size != 1 or x.dtype.kind not in "fi":
             continue
+        if is_integer(x):
+            # int8 ends at 127.
+            sizes = [size for size in sizes if size <= np.iinfo(x.dtype).max]
         for size, power in _find_powers(x, sizes):
             for other in sizes:
                 if other == size:

@@ -205,6 +205,10 @@ class Bench:
         """The shape that a device sees, without the dims in front."""
         return x.shape[self.rank :]
 
+    def sizes_of(self, x: np.ndarray) -> list[int]:
+        """The sizes that an integer of the type of x can be: int8 ends at 127."""
+        return [size for size in self.sizes if size <= np.iinfo(x.dtype).max]
+
     def varying_axes(self, x: Operand) -> list[str]:
         """The axes along which devices may have different values: those whose dim in front is larger than 1."""
         # Not strict: behind the dims of the axes x has those of the array.
