@@ -257,7 +257,7 @@ class Search:
                 break
             repair = candidate.repair
             # A preview costs one equation, where a run costs all of them.
-            if candidate.has_preview and not previews.add(candidate.calls[0], repair.change):
+            if candidate.has_preview and not previews.admit(candidate.calls[0], repair.change):
                 continue
             value = self.try_changes(candidate.make_changes(self))
             if value is None or not self._is_confirmed(candidate.make_changes):
