@@ -112,16 +112,12 @@ def _repair_axes(bench: Bench, bound: tuple[str, ...]) -> Iterator[Repair]:
     Worked example: on a mesh of row=2, col=2, `all_gather(x, "row")` where the columns should be gathered.
     """
     # The parameter that has the axes is called "axis_name" by some collectives, "axes" by others.
-    [key] = [key for key in registered(bench.call.primitive).axes if key in bench.equation.params]
+    [param] = [param for param in registered(bench.call.primitive).axes if param in bench.equation.params]
     devices = bench.count_devices(bound)
     for names in list_subsets(bench.axes):
         if bench.count_devices(names) == devices and set(names) != set(bound):
             words = _describe_axes(bench, names, bound)
-            yield change_operands(Cost.COLLECTIVE, words, _rerun_over, bench, key, names)
-
-
-def _rerun_over(operands: Operands, bench: Bench, key: str, names: tuple[str, ...]) -> Operands:
-    return bench.rerun(operands, **{key: names})
+            yield change_operands(Cost.COLLECTIVE, words, bench.rerun_with_param, param, names)
 
 
 def _describe_axes(bench: Bench, names: Sequence[str], bound: Sequence[str]) -> str:

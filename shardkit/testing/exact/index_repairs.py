@@ -18,7 +18,7 @@ import numpy as np
 
 from shardkit._arguments.checks import quote
 from shardkit._jax.jaxprs import mesh_axes
-from shardkit.testing.exact.repairs import Bench, Cost, Repair, change_result
+from shardkit.testing.exact.repairs import Bench, Cost, Repair, change_result, select_sizes
 from shardkit.testing.exact.rules.operands import Operand
 
 # Indices of devices
@@ -62,7 +62,7 @@ def repair_integer(bench: Bench) -> Iterator[Repair]:
     yield from _repair_numbers(bench)
     yield from _repair_chunk(bench)
     # The place of a device's first element is its index times the size of its block, which may be any size here.
-    sizes = sorted({1, *bench.list_sizes(bench.result)})
+    sizes = sorted({1, *select_sizes(bench.sizes, bench.result)})
     for axis, size in itertools.product(bench.axes, sizes):
         # A missing offset of the device, whose local places were taken for global ones, is the likelier mistake.
         yield _offset_by_index(Cost.INDEX, f"{name} plus", bench, axis, size)
@@ -95,7 +95,7 @@ def _add_index(x: Operand, bench: Bench, axis: str, factor: int) -> Operand:
 def _repair_wrap(bench: Bench) -> Iterator[Repair]:
     """An integer modulo a size: the neighbour behind the last place of a ring is the first place."""
     x = bench.result
-    for size in sorted({*bench.axes.values(), *bench.list_sizes(x)} - {1}):
+    for size in sorted({*bench.axes.values(), *select_sizes(bench.sizes, x)} - {1}):
         # Where all elements are smaller than the size, the program would stay as it is.
         if (x % size != x).any():
             yield change_result(Cost.SIZE, f"{bench.name} modulo {size}", _wrap_around, size)
@@ -187,7 +187,7 @@ def _repair_chunk(bench: Bench) -> Iterator[Repair]:
     # Read as strides: device 0 has c * n. How many chunks a device has is not in these numbers, so all sizes are tried.
     if first >= 0 and first % n == 0 and np.array_equal(first + index, x):
         chunk = first // n
-        for count in bench.list_sizes(x):
+        for count in select_sizes(bench.sizes, x):
             if count > chunk:
                 words = f"{name} in blocks of {count} along {axis!r} in place of strides"
                 yield change_result(Cost.INDEX, words, _take_layout, chunk + count * index)

@@ -38,6 +38,7 @@ from shardkit.testing.exact.repairs import (
     keep_operands,
     list_subsets,
     replace_item,
+    select_sizes,
     trace_equation,
 )
 from shardkit.testing.exact.rules.operands import Operand
@@ -70,7 +71,6 @@ _CONFUSED = {
     "sqrt": ("rsqrt",),
     "rsqrt": ("sqrt",),
 }
-_PRIMITIVES = {name: getattr(lax, f"{name}_p") for name in {*_CONFUSED, *itertools.chain(*_CONFUSED.values())}}
 _NOT_COMMUTATIVE = ("sub", "div", "dot_general", "lt", "le", "gt", "ge")
 _BINARY = ("add", "sub", "mul", "div", "max", "min", "and", "or")
 _UNARY = ("neg", "sqrt", "exp", "log", "tanh", "logistic", "square", "integer_pow", "abs", "rev", "stop_gradient")
@@ -120,10 +120,7 @@ def repair_size(bench: Bench) -> Iterator[Repair]:
         # A constant is a known array. A number of the field follows from an input.
         if isinstance(x, Exact) or x.size != 1 or x.dtype.kind not in "fi":
             continue
-        candidates = sizes
-        if is_integer(x):
-            # int8 ends at 127.
-            candidates = [size for size in sizes if size <= np.iinfo(x.dtype).max]
+        candidates = select_sizes(sizes, x)
         for size, power in _find_powers(x, candidates):
             for other in candidates:
                 if other == size:
@@ -178,61 +175,6 @@ def _repair_slice(bench: Bench) -> Iterator[Repair]:
         yield from _repair_start(bench, dim)
 
 
-def _repair_concatenation(bench: Bench) -> Iterator[Repair]:
-    """Two or three arrays in each other order; of more there are too many orders."""
-    count = len(bench.operands)
-    if not 1 < count < 4:
-        return
-    in_order = tuple(range(count))
-    for order in itertools.permutations(in_order):
-        if order != in_order:
-            yield change_operands(Cost.OPERAND, "concatenate in another order", _reorder, bench, order)
-
-
-def _repair_running(bench: Bench) -> Iterator[Repair]:
-    """A running sum or product from the other end, and a sum of what is before each element."""
-    name = bench.name
-    is_reversed = bench.equation.params["reverse"]
-    words = f"{name} in the other direction"
-    yield change_operands(Cost.OPERATOR, words, _rerun_with_param, bench, "reverse", not is_reversed)
-    if name == "cumsum":
-        words = "cumsum of what is before each element"
-        yield Repair(Cost.INDEX, words, _exclude_operand(bench))
-
-
-def _repair_dynamic_slice(bench: Bench) -> Iterator[Repair]:
-    """A device's slice of a sum, where it was taken of this device's term: a sum is missing in front of it."""
-    for names in list_subsets(bench.find_varying_axes(bench.operands[0])):
-        words = f"dynamic_slice of the sum over {quote(names)}"
-        yield change_operands(Cost.SLICE_OF_SUM, words, _sum_first, bench, names)
-
-
-def _exclude_operand(bench: Bench) -> EquationChange:
-    """Running sums without the element itself: the places where devices' rows begin, and not those where they end.
-
-    Worked example: three devices have 2, 3 and 1 rows. cumsum gives the ends 2, 5, 6; less the counts, 0, 2, 5.
-    """
-    equation = trace_equation(lax.sub, bench.aval, 2)
-
-    @FunctionChange
-    def change(operands: Operands, results: Operands, values: Values) -> Operands:
-        return bench.interpreter.step(equation, [results[0], operands[0]])
-
-    return change
-
-
-def _rerun_with_param(operands: Operands, bench: Bench, param: str, value: Any) -> Operands:
-    return bench.rerun(operands, **{param: value})
-
-
-def _reorder(operands: Operands, bench: Bench, order: Sequence[int]) -> Operands:
-    return bench.rerun([operands[number] for number in order])
-
-
-def _sum_first(operands: Operands, bench: Bench, names: Sequence[str]) -> Operands:
-    return bench.rerun_with_operand(operands, 0, bench.reduce(operands[0], names))
-
-
 def _repair_start(bench: Bench, dim: int) -> Iterator[Repair]:
     """Another slice of the same size: from another start in a dim, or from the start of this device's part."""
     params = bench.equation.params
@@ -267,6 +209,57 @@ def _slice_of_device(operands: Operands, bench: Bench, dim: int, axis: str, widt
     for i in range(bench.axes[axis]):
         pieces += _slice_from(operands, bench, dim, i * width)
     return [bench.choose_by_device(axis, pieces)]
+
+
+def _repair_concatenation(bench: Bench) -> Iterator[Repair]:
+    """Two or three arrays in each other order; of more there are too many orders."""
+    count = len(bench.operands)
+    if not 1 < count < 4:
+        return
+    in_order = tuple(range(count))
+    for order in itertools.permutations(in_order):
+        if order != in_order:
+            yield change_operands(Cost.OPERAND, "concatenate in another order", _reorder, bench, order)
+
+
+def _reorder(operands: Operands, bench: Bench, order: Sequence[int]) -> Operands:
+    return bench.rerun([operands[number] for number in order])
+
+
+def _repair_running(bench: Bench) -> Iterator[Repair]:
+    """A running sum or product from the other end, and a sum of what is before each element."""
+    name = bench.name
+    is_reversed = bench.equation.params["reverse"]
+    words = f"{name} in the other direction"
+    yield change_operands(Cost.OPERATOR, words, bench.rerun_with_param, "reverse", not is_reversed)
+    if name == "cumsum":
+        words = "cumsum of what is before each element"
+        yield Repair(Cost.INDEX, words, _exclude_operand(bench))
+
+
+def _exclude_operand(bench: Bench) -> EquationChange:
+    """Running sums without the element itself: the places where devices' rows begin, and not those where they end.
+
+    Worked example: three devices have 2, 3 and 1 rows. cumsum gives the ends 2, 5, 6; less the counts, 0, 2, 5.
+    """
+    equation = trace_equation(lax.sub, bench.aval, 2)
+
+    @FunctionChange
+    def change(operands: Operands, results: Operands, values: Values) -> Operands:
+        return bench.interpreter.step(equation, [results[0], operands[0]])
+
+    return change
+
+
+def _repair_dynamic_slice(bench: Bench) -> Iterator[Repair]:
+    """A device's slice of a sum, where it was taken of this device's term: a sum is missing in front of it."""
+    for names in list_subsets(bench.find_varying_axes(bench.operands[0])):
+        words = f"dynamic_slice of the sum over {quote(names)}"
+        yield change_operands(Cost.SLICE_OF_SUM, words, _sum_first, bench, names)
+
+
+def _sum_first(operands: Operands, bench: Bench, names: Sequence[str]) -> Operands:
+    return bench.rerun_with_operand(operands, 0, bench.reduce(operands[0], names))
 
 
 def _repair_position(bench: Bench) -> Iterator[Repair]:
@@ -306,11 +299,7 @@ def repair_filling(bench: Bench) -> Iterator[Repair]:
         return
     for words, number in _FILLINGS.items():
         filling = np.full(x.shape, number, x.dtype)
-        yield change_operands(Cost.OPERATOR, f"{words} in place of that constant", _fill, bench, filling)
-
-
-def _fill(operands: Operands, bench: Bench, filling: np.ndarray) -> Operands:
-    return bench.rerun([filling])
+        yield change_operands(Cost.OPERATOR, f"{words} in place of that constant", bench.rerun_with_operand, 0, filling)
 
 
 # Operators
@@ -321,7 +310,8 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
     name = bench.name
     for other in _CONFUSED.get(name, ()):
         words = f"{other} in place of {name}"
-        yield change_operands(Cost.OPERATOR, words, bench.rerun, _PRIMITIVES[other])
+        primitive = getattr(lax, f"{other}_p")
+        yield change_operands(Cost.OPERATOR, words, bench.rerun, primitive)
     yield from _repair_division(bench)
     if name in _NOT_COMMUTATIVE:
         yield change_operands(Cost.OPERATOR, f"the operands of {name} exchanged", _reorder, bench, (1, 0))
@@ -339,7 +329,7 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
         yield change_operands(Cost.OPERATOR, "select_n as where the mask is true", _take_operand, 2)
     if name == "integer_pow":
         for power in sorted({1, 2, 3} - {bench.equation.params["y"]}):
-            yield change_operands(Cost.OPERATOR, f"the power {power}", _rerun_with_param, bench, "y", power)
+            yield change_operands(Cost.OPERATOR, f"the power {power}", bench.rerun_with_param, "y", power)
 
 
 def _repair_contraction(bench: Bench) -> Iterator[Repair]:
@@ -358,7 +348,7 @@ def _repair_contraction(bench: Bench) -> Iterator[Repair]:
                 if is_free and size == shape[dim]:
                     dims = replace_item(summed, position, other)
                     numbers = (replace_item(contracted, number, dims), batched)
-                    yield change_operands(Cost.OPERATOR, words, _rerun_with_param, bench, "dimension_numbers", numbers)
+                    yield change_operands(Cost.OPERATOR, words, bench.rerun_with_param, "dimension_numbers", numbers)
 
 
 def _repair_division(bench: Bench) -> Iterator[Repair]:
@@ -371,16 +361,16 @@ def _repair_division(bench: Bench) -> Iterator[Repair]:
         yield change_operands(Cost.OPERATOR, words, _divide, np.remainder, bench.result.dtype)
 
 
+def _divide(operands: Operands, function: Any, dtype: Any) -> Operands:
+    return [function(*operands).astype(dtype)]
+
+
 def _leave_out_operand(bench: Bench) -> Iterator[Repair]:
     """One of two operands in place of the result: without the second operand of `a + b` the result is a."""
     for number, missing in ((0, "second"), (1, "first")):
         if bench.shape(bench.operands[number]) == bench.shape(bench.result):
             words = f"without the {missing} operand of {bench.name}"
             yield change_operands(Cost.OPERATOR, words, _take_operand, number)
-
-
-def _divide(operands: Operands, function: Any, dtype: Any) -> Operands:
-    return [function(*operands).astype(dtype)]
 
 
 def _take_operand(operands: Operands, number: int) -> Operands:

@@ -248,10 +248,6 @@ class Bench:
         """The shape that a device sees, without the dims in front."""
         return x.shape[self.rank :]
 
-    def list_sizes(self, x: np.ndarray) -> list[int]:
-        """The sizes that an integer of the type of x can be: int8 ends at 127."""
-        return [size for size in self.sizes if size <= np.iinfo(x.dtype).max]
-
     def find_varying_axes(self, x: Operand) -> list[str]:
         """The axes along which devices may have different values: those whose dim in front is larger than 1."""
         # Not strict: behind the dims of the axes x has those of the array.
@@ -279,6 +275,10 @@ class Bench:
     def rerun_with_operand(self, operands: Operands, number: int, x: Operand) -> Operands:
         """The results of the equation with another value as operand `number`."""
         return self.rerun(replace_item(operands, number, x))
+
+    def rerun_with_param(self, operands: Operands, param: str, value: Any) -> Operands:
+        """The results of the equation with another value of one parameter."""
+        return self.rerun(operands, **{param: value})
 
     # Exchanges and arithmetic
 
@@ -336,6 +336,14 @@ def is_integer(x: Operand) -> bool:
 def is_mask(x: Operand) -> bool:
     """Whether a value is an array of booleans."""
     return not isinstance(x, Exact) and x.dtype.kind == "b"
+
+
+def select_sizes(sizes: Iterable[int], x: np.ndarray) -> list[int]:
+    """The sizes that a number of the type of x can be: int8 ends at 127."""
+    if not is_integer(x):
+        return list(sizes)
+    most = np.iinfo(x.dtype).max
+    return [size for size in sizes if size <= most]
 
 
 def list_subsets(names: Iterable[str]) -> list[tuple[str, ...]]:

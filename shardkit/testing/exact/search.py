@@ -147,15 +147,10 @@ class Search:
         self._others: list[Search] | None = None
         self._proposals: dict[Any, list[Repair]] = {}
         self._goal = find_goal_of_devices(record) if index is None else find_goal(record, got)
-        # The axes and pairs of the program's ppermutes, with the line of the first ppermute of each.
-        self._routes: dict[Any, str] = {}
+        self._routes = _find_routes(record)
         self._events_of: dict[Any, list[Event]] = {}
         for event in record.events:
-            call = event.call
-            self._events_of.setdefault(call.key, []).append(event)
-            if kind_of(call.equation) == "ppermute":
-                route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
-                self._routes.setdefault(route, call.line)
+            self._events_of.setdefault(event.call.key, []).append(event)
         # A loop that goes on may have some more rounds, but not all of its integers.
         self._most_in_a_run = _MOST_TIMES * len(record.events) + _MOST_MORE
         # A repaired run ends at the equation that gives the wrong result.
@@ -219,25 +214,27 @@ class Search:
             draws = _DRAWS_OF_DECISIONS if self.field.notes.compared else _DRAWS
             for draw in range(draws):
                 field = self.field.like(seed=self.field.settings.seed + 1 + draw)
-                self._others += self._search_again(self.programs._replace(field=field))
+                other = self._search_again(self.programs._replace(field=field))
+                if other is not None:
+                    self._others.append(other)
         return self._others
 
-    def _search_again(self, programs: Runs) -> list[Search]:
-        """The search in another field, as a list of one; an empty list if the wrong result is not computed there."""
+    def _search_again(self, programs: Runs) -> Search | None:
+        """The search in another field; None if the wrong result is not computed there."""
         record = Record()
         programs.field.memory = StepMemory()
         try:
             wanted = programs.alone(programs.field, None)
             results = programs.on_mesh(programs.field, record)
         except DiffersError as error:
-            return [Search(programs, record, error.value, wanted, None)]
+            return Search(programs, record, error.value, wanted, None)
         except NO_VALUE:
-            return []
+            return None
         finally:
             programs.field.memory.close()
         if self.index is None:
-            return []
-        return [Search(programs, record, results[self.index], wanted, self.index)]
+            return None
+        return Search(programs, record, results[self.index], wanted, self.index)
 
     # All repairs, in turn
 
@@ -333,7 +330,8 @@ class Search:
     def _list_routes(self, call: Call, varying_axes: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         """The axes and pairs of the program's ppermutes on other lines, along axes along which a value varies."""
         for (names, pairs), line in self._routes.items():
-            if line != call.line and not set(names).isdisjoint(varying_axes):
+            varies = not set(names).isdisjoint(varying_axes)
+            if varies and line != call.line:
                 yield names, pairs
 
     def propose(self, call: Call) -> list[Repair]:
@@ -383,6 +381,20 @@ class Search:
         if result is None or not self._is_confirmed(make_changes):
             return None
         return result
+
+
+def _find_routes(record: Record) -> dict[Any, str]:
+    """The axes and pairs of a program's ppermutes, with the line of the first ppermute of each.
+
+    Worked example: a ring of two devices on line 5. {(("data",), ((0, 1), (1, 0))): "kernel.py:5"}.
+    """
+    routes: dict[Any, str] = {}
+    for event in record.events:
+        call = event.call
+        if kind_of(call.equation) == "ppermute":
+            route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
+            routes.setdefault(route, call.line)
+    return routes
 
 
 def _list_sizes(record: Record) -> list[int]:
