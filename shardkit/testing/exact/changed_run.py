@@ -44,7 +44,11 @@ class Goal(NamedTuple):
 
 
 def find_goal(record: Record, got: Operand) -> Goal:
-    """The equation that computed the wrong result `got` in a recorded run."""
+    """The equation that computed the wrong result `got` in a recorded run.
+
+    Worked example: a scan of three rounds, of whose add the third result is wrong. The goal is that add, after it has
+    run 2 times before.
+    """
     number = record.maker.get(id(got))
     if number is None:  # an argument is returned as it is: no run reaches the goal
         return Goal(None, 0, 0)

@@ -46,9 +46,25 @@ _MOST_DISTANCES = 8
 # A sum over devices may be missing behind these equations. Behind one that only passes elements on it is missing behind
 # the equation that made the elements, too, and is tried there.
 _SUMMED = {
-    *("add", "sub", "mul", "div", "neg", "integer_pow", "square", "reduce_sum", "dot_general", "cumsum", "scatter-add"),
-    *("select_n", "gather", "dynamic_slice", "psum", "psum_invariant", "shard_map"),
-    *("conv_general_dilated", "reduce_window_sum"),
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "integer_pow",
+    "square",
+    "reduce_sum",
+    "dot_general",
+    "cumsum",
+    "scatter-add",
+    "select_n",
+    "gather",
+    "dynamic_slice",
+    "psum",
+    "psum_invariant",
+    "shard_map",
+    "conv_general_dilated",
+    "reduce_window_sum",
 }
 _REDUCTIONS = ("sum", "maximum", "minimum")
 _EXTREMES = {"reduce_max": "maximum", "max": "maximum", "reduce_min": "minimum", "min": "minimum"}
@@ -257,6 +273,7 @@ def repair_rows(bench: Bench) -> Iterator[Repair]:
         # Only a dim that stays in the result has more rows after a gather. A contracted dim would no longer fit the
         # other operand.
         joined = {*contracted[number], *batched[number]}
+        # Of x @ y.T with y [4, 5] dim 1 is contracted, and dim 0 may have more rows.
         rows = [dim for dim in range(len(bench.shape(x))) if dim not in joined]
         for names in list_subsets(bench.find_varying_axes(x)):
             words = f"an operand of {bench.name} that is gathered over {quote(names)}"
@@ -277,7 +294,8 @@ def repair_sum(bench: Bench) -> Iterator[Repair]:
         return
     for axis in varying:
         n = bench.axes[axis]
-        # Both neighbours, which are one device where n is 2.
+        # Both neighbours, which are one device where n is 2. With step 1 each device reads the one before it, which
+        # is n - 1 further on.
         for step in sorted({1, n - 1}):
             pairs = [(i, (i + step) % n) for i in range(n)]
             words = f"{name} of the device {n - step} further on along {axis!r}"
@@ -329,6 +347,7 @@ def _may_mask(aval: Any, target: tuple[int, ...]) -> bool:
     if getattr(aval, "dtype", None) != np.dtype("bool"):
         return False
     shape = getattr(aval, "shape", ())
+    # One boolean for all elements is a branch, and no mask.
     return shape != () and shape == target[: len(shape)]
 
 

@@ -89,13 +89,15 @@ def _offset_by_index(cost: float, beginning: str, bench: Bench, axis: str, facto
 
 
 def _add_index(x: Operand, bench: Bench, axis: str, factor: int) -> Operand:
+    # With the factor 3, on two devices: [[0, 1, 2]] becomes [[0, 1, 2], [3, 4, 5]].
     return x + bench.number_devices(axis, x) * x.dtype.type(factor)
 
 
 def _repair_wrap(bench: Bench) -> Iterator[Repair]:
     """An integer modulo a size: the neighbour behind the last place of a ring is the first place."""
     x = bench.result
-    for size in sorted({*bench.axes.values(), *select_sizes(bench.sizes, x)} - {1}):
+    sizes = {*bench.axes.values(), *bench.sizes} - {1}
+    for size in sorted(select_sizes(sizes, x)):
         # Where all elements are smaller than the size, the program would stay as it is.
         if (x % size != x).any():
             yield change_result(Cost.SIZE, f"{bench.name} modulo {size}", _wrap_around, size)
@@ -117,12 +119,13 @@ def _repair_layout(bench: Bench) -> Iterator[Repair]:
     if len(bench.shape(x)) != 1:
         return
     [count] = bench.shape(x)
-    if count < 2 or count > np.iinfo(x.dtype).max:
+    most = np.iinfo(x.dtype).max
+    if not 2 <= count <= most:
         return
-    # [1, ..., count]: the places of elements on a device.
+    # [1, ..., count]: the places of elements on a device, as 0, 1, 2.
     places = np.arange(count, dtype=x.dtype).reshape((1,) * bench.rank + (count,))
     for axis, n in bench.axes.items():
-        if n < 2:
+        if not 2 <= n <= most:
             continue
         index = bench.number_devices(axis, x)
         blocks = index * count + places
@@ -150,16 +153,17 @@ def _repair_numbers(bench: Bench) -> Iterator[Repair]:
     varying = bench.find_varying_axes(x)
     if bench.shape(x) or len(varying) < 2:
         return
+    # ("node", "local"): [[0, 1, 2], [3, 4, 5]] and ("local", "node"): [[0, 2, 4], [1, 3, 5]].
     numbers = {}
     for names in itertools.permutations(varying):
         numbers[names] = bench.devices.number(names).astype(x.dtype)
     for names, number in numbers.items():
         if not np.array_equal(number, x):
             continue
-        for others, other in numbers.items():
-            if others != names:
-                words = f"the number of a device along {quote(others)} in place of {quote(names)}"
-                yield change_result(Cost.INDEX, words, _take_layout, other)
+        for new_names, new_number in numbers.items():
+            if new_names != names:
+                words = f"the number of a device along {quote(new_names)} in place of {quote(names)}"
+                yield change_result(Cost.INDEX, words, _take_layout, new_number)
 
 
 def _repair_chunk(bench: Bench) -> Iterator[Repair]:
@@ -175,6 +179,8 @@ def _repair_chunk(bench: Bench) -> Iterator[Repair]:
         return
     [axis] = varying
     n = bench.axes[axis]
+    if n > np.iinfo(x.dtype).max:
+        return
     index = bench.number_devices(axis, x)
     # One axis varies and the array has no dims, so that x.flat[i] is the integer of device i.
     first = x.flat[0]

@@ -114,6 +114,7 @@ class KnownValues:
         orders = [dims_of_array]
         if len(dims_of_array) <= _MOST_DIMS:
             orders = list(itertools.permutations(dims_of_array))
+        # Of x [8, 3] at 2 points: the residues [2, 8, 3] and [2, 3, 8].
         for order in orders:
             layout = residues.transpose(lead + order)
             self.known.add(digest(layout))
@@ -275,6 +276,7 @@ class KnownValues:
         devices = result.shape[: len(event.call.axes)]
         if max(devices, default=1) == 1:
             return False  # all devices have the same
+        # As long as all that is unknown is of blocks, so is the result.
         unknown = [x for x in event.operands if self.explain(x) is None]
         # What mixes elements of a value that the reference has gives a value of the block alone.
         if not unknown and event.call.primitive not in _MIXES:

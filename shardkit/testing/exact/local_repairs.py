@@ -196,6 +196,7 @@ def _repair_start(bench: Bench, dim: int) -> Iterator[Repair]:
 
 def _slice_from(operands: Operands, bench: Bench, dim: int, start: int) -> Operands:
     params = bench.equation.params
+    # Of x[3:5] the start is 3 and the width 2; from the start 4 it is x[4:6].
     begins = params["start_indices"]
     ends = params["limit_indices"]
     width = ends[dim] - begins[dim]
@@ -205,6 +206,7 @@ def _slice_from(operands: Operands, bench: Bench, dim: int, start: int) -> Opera
 
 
 def _slice_of_device(operands: Operands, bench: Bench, dim: int, axis: str, width: int) -> Operands:
+    # Of x [8] on a=4 with the width 2: x[0:2] on device 0, x[2:4] on device 1, and so on.
     pieces: list[Operand] = []
     for i in range(bench.axes[axis]):
         pieces += _slice_from(operands, bench, dim, i * width)
@@ -265,6 +267,7 @@ def _sum_first(operands: Operands, bench: Bench, names: Sequence[str]) -> Operan
 def _repair_position(bench: Bench) -> Iterator[Repair]:
     """Indices of a gather, scatter or dynamic slice that are larger or smaller by one, around the end of the array."""
     array = bench.operands[0]
+    # Which dim the indices are of is not looked up: in most programs it is the largest.
     size = max(bench.shape(array), default=1)
     for number, x in enumerate(bench.operands):
         # The array itself may hold integers, which are no places.
@@ -312,7 +315,6 @@ def repair_operator(bench: Bench) -> Iterator[Repair]:
         words = f"{other} in place of {name}"
         primitive = getattr(lax, f"{other}_p")
         yield change_operands(Cost.OPERATOR, words, bench.rerun, primitive)
-    yield from _repair_division(bench)
     if name in _NOT_COMMUTATIVE:
         yield change_operands(Cost.OPERATOR, f"the operands of {name} exchanged", _reorder, bench, (1, 0))
     if name == "dot_general":
@@ -349,20 +351,6 @@ def _repair_contraction(bench: Bench) -> Iterator[Repair]:
                     dims = replace_item(summed, position, other)
                     numbers = (replace_item(contracted, number, dims), batched)
                     yield change_operands(Cost.OPERATOR, words, bench.rerun_with_param, "dimension_numbers", numbers)
-
-
-def _repair_division(bench: Bench) -> Iterator[Repair]:
-    """`//` in place of `%`, and the other way round. Of integers both are calls of jax.numpy, by these names."""
-    if bench.name == "remainder":
-        words = "a division in place of its remainder"
-        yield change_operands(Cost.OPERATOR, words, _divide, np.floor_divide, bench.result.dtype)
-    if bench.name == "floor_divide":
-        words = "the remainder in place of the division"
-        yield change_operands(Cost.OPERATOR, words, _divide, np.remainder, bench.result.dtype)
-
-
-def _divide(operands: Operands, function: Any, dtype: Any) -> Operands:
-    return [function(*operands).astype(dtype)]
 
 
 def _leave_out_operand(bench: Bench) -> Iterator[Repair]:

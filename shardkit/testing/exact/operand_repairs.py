@@ -70,7 +70,8 @@ def _list_added_dims(shape: tuple[int, ...], target: tuple[int, ...]) -> list[tu
     rank = len(target)
     for dims in itertools.combinations(range(rank), len(shape)):
         if shape == tuple(target[dim] for dim in dims):
-            ways.append(tuple(dim - rank for dim in range(rank) if dim not in dims))
+            added = [dim - rank for dim in range(rank) if dim not in dims]
+            ways.append(tuple(added))
     return ways
 
 
@@ -113,10 +114,11 @@ def _combine_result(bench: Bench, equation: Any, variable: Any, added: tuple[int
 def _add_dims(bench: Bench, x: Operand, added: tuple[int, ...]) -> Operand:
     """An array with further dims of size 1.
 
-    Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
+    Worked example: a factor [2] + [4] on two devices with `added` (-1,) is [2] + [4, 1].
     """
     if not added:
         return x
+    # Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
     return lift_operand(bench.field, x).move(lambda part: np.expand_dims(part, added))
 
 
@@ -174,6 +176,7 @@ def _repair_factor_of_operand(bench: Bench, number: int, variables: list[Any], a
             added = tuple(range(-missing, 0))
             change = _combine_operand(bench, number, product, variable, added)
             yield Repair(Cost.UNREAD_FACTOR, words, change)
+    # A constant or an integer is seldom the operand that lacks a factor.
     if not isinstance(bench.operands[number], Exact):
         return
     factors = _select(alike)

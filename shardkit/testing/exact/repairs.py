@@ -268,6 +268,7 @@ class Bench:
     def rerun(self, operands: Operands, primitive: Any = None, **params: Any) -> Operands:
         """The results of the equation with other operands or parameters, or of another primitive with the same ones."""
         equation = self.equation.replace(params={**self.equation.params, **params})
+        # `add a b` becomes `sub a b`, with the parameters of the add.
         if primitive is not None:
             equation = equation.replace(primitive=primitive)
         return self.interpreter.step(equation, list(operands))
@@ -307,6 +308,7 @@ class Bench:
         """A value times a rational number."""
         if not isinstance(x, Exact):
             return np.asarray(x * x.dtype.type(float(ratio)), x.dtype)
+        # The field takes a float for the simplest rational that rounds to it: 0.333... is 1/3.
         constant = np.full((1,) * len(x.shape), float(ratio))
         return multiply(self.field, x, self.field.lift(constant))
 

@@ -65,7 +65,8 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
         calls = [suspects[number] for number in numbers]
         first = calls[0]
         doubt = _WITHIN if first.around else 0.0
-        # A correction of a line corrects all rounds of its loop: that is as likely as a mistake in one round.
+        # A correction of a line corrects all rounds of its loop: that is as likely as a mistake in one round. Where no
+        # loop is known, equations of one line hardly have the same mistake.
         if len(numbers) > 1 and len(numbers) not in loops:
             is_collective = kind_of(first.equation) is not None
             doubt += _IN_TUPLE if is_collective else _TOGETHER
