@@ -14,7 +14,7 @@ equation, as one that reads an operand of another shape: then the run has no val
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardkit.testing.exact.forms import sign_value
@@ -24,7 +24,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.record import Record, assign_variables
-from shardkit.testing.exact.repairs import Call, EquationChange, Values
+from shardkit.testing.exact.repairs import Call, EquationChange, Operands, Values
 from shardkit.testing.exact.rules.operands import Operand
 
 
@@ -44,28 +44,32 @@ class Goal(NamedTuple):
 
 
 def find_goal(record: Record, got: Operand) -> Goal:
-    """The equation that computed the wrong result `got` in a recorded run."""
+    """The equation that computed the wrong result `got` in a recorded run.
+
+    Worked example: a scan of three rounds, of whose add the third result is wrong. The goal is that add, after it has
+    run 2 times before.
+    """
     number = record.maker.get(id(got))
     if number is None:  # an argument is returned as it is: no run reaches the goal
         return Goal(None, 0, 0)
     event = record.events[number]
     call = event.call
-    times = sum(other.call is call for other in record.events[:number])
-    index = [x is got for x in event.results].index(True)
-    return Goal((*call.key, len(call.axes)), times, index)
+    times = sum(earlier.call is call for earlier in record.events[:number])
+    matches = [x is got for x in event.results]
+    return Goal((*call.key, len(call.axes)), times, matches.index(True))
 
 
 def find_goal_of_devices(record: Record) -> Goal:
     """The end of a kernel, of which a result differs between devices: its shard_map, once for each of its results."""
-    entries = [event.call for event in record.events if event.call.primitive == "shard_map"]
-    call = entries[-1]
-    return Goal((*call.key, 0), len(call.equation.outvars) - 1, None)
+    calls = [event.call for event in record.events if event.call.primitive == "shard_map"]
+    last = calls[-1]
+    return Goal((*last.key, 0), len(last.equation.outvars) - 1, None)
 
 
 class _ReachedError(Exception):
     """The run is at its goal, with these values."""
 
-    def __init__(self, values: Sequence[Operand]):
+    def __init__(self, values: Operands):
         super().__init__()
         self.values = values
 
@@ -117,7 +121,7 @@ class ChangedRun:
         self.changed: Operand = None
         self._rounds: Counter[Any] = Counter()
 
-    def run(self, program: Callable[[Field, Seen | None], Any], field: Field) -> Sequence[Operand]:
+    def run(self, program: Callable[[Field, Seen | None], Any], field: Field) -> Operands:
         """The values at the goal; none where a change has no meaning."""
         try:
             program(field, self)
@@ -128,35 +132,36 @@ class ChangedRun:
         return []
 
     def __call__(
-        self,
-        equation: Any,
-        operands: Sequence[Operand],
-        results: Sequence[Operand],
-        axes: Mapping[str, int],
-        around: str,
-    ) -> Sequence[Operand] | None:
+        self, equation: Any, operands: Operands, results: Operands, axes: Mapping[str, int], around: str
+    ) -> Operands | None:
         self.most -= 1
         if self.most < 0:
             raise _EndlessError
         key = id(equation), around
         changed = None
+        # What a shard_map tells of are shards, one by one, and not the values of its variables.
         if equation.primitive.name != "shard_map":
-            # A change may read other variables, with their values at this moment.
-            assign_variables(self.values, equation, operands, ())
             if key in self.changes:
-                change = self.changes[key].in_round(self._rounds[key])
-                self._rounds[key] += 1
-                changed = list(change(list(operands), list(results), self.values))
-                if not change.has_more_rows:
-                    _check_shapes(results, changed, len(axes))
+                changed = self._change(equation, key, operands, results, len(axes))
                 results = changed
-                self.changed = changed[0]
             assign_variables(self.values, equation, operands, results)
         if (*key, len(axes)) == self.goal.key:
             self._reach(results)
         return changed
 
-    def _reach(self, results: Sequence[Operand]) -> None:
+    def _change(self, equation: Any, key: Any, operands: Operands, results: Operands, rank: int) -> Operands:
+        """The other results of a changed equation, in the round of its loop that it is in."""
+        # A change may read other variables, with their values at this moment.
+        assign_variables(self.values, equation, operands, ())
+        change = self.changes[key].in_round(self._rounds[key])
+        self._rounds[key] += 1
+        changed = list(change(list(operands), list(results), self.values))
+        if not change.has_more_rows:
+            _check_shapes(results, changed, rank)
+        self.changed = changed[0]
+        return changed
+
+    def _reach(self, results: Operands) -> None:
         """Notes the value at the goal, and ends the run if the equation there has run as often as before."""
         position = self.goal.position
         if position is None:
@@ -170,7 +175,7 @@ class ChangedRun:
         raise _ReachedError(self.reached[-1:])
 
 
-def _check_shapes(before: Sequence[Operand], after: Sequence[Operand], rank: int) -> None:
+def _check_shapes(before: Operands, after: Operands, rank: int) -> None:
     """Refuses changed results of another shape on a device, and numbers of the field in place of integers or masks."""
     for x, y in zip(before, after, strict=True):
         if x.shape[rank:] != y.shape[rank:]:
@@ -195,19 +200,21 @@ class Previews:
         self._times = Counter(id(event.call.equation) for event in record.events)
         self._signatures: dict[Any, set[Any]] = {}
 
-    def add(self, call: Call, change: EquationChange) -> bool:
+    def admit(self, call: Call, change: EquationChange) -> bool:
         """Whether a change is to be tried: it has a meaning, and gives a result that none before it gave."""
         # An equation in a loop, or in a function that is called twice, has no one result: it is always tried.
         if self._times[id(call.equation)] != 1:
             return True
         if call.key not in self._signatures:
+            # The result without a change, which is wrong.
             self._signatures[call.key] = {sign_value(self.field, call.results[0])}
+        signatures = self._signatures[call.key]
         try:
             [value] = change(list(call.operands), list(call.results), self.record.values)
             signature = sign_value(self.field, value)
         except _MEANINGLESS:
             return False
-        if signature in self._signatures[call.key]:
+        if signature in signatures:
             return False
-        self._signatures[call.key].add(signature)
+        signatures.add(signature)
         return True

@@ -61,11 +61,9 @@ class FirstValue:
             relation: how the result differs, in words; "" if that is not known.
             reference_is_zero: whether the reference's result is zero, so that all values are unknown to it.
         """
-        origin = self.values.find_origin(self.got)
         first = None if reference_is_zero else self.find()
         if first is None:
-            end = f"; it comes from {origin}" if origin else ""
-            return _begin(relation) + end
+            return _begin(relation) + self._describe_origin()
         # An equation may be right, and read a wrong value: then the mistake is where that value was made.
         source = self.values.find_misread(first)
         if source is not None and source.line != first.call.line:
@@ -73,7 +71,7 @@ class FirstValue:
                 f"{_begin(relation)}. The mistake is at {source.line}: {first.call} reads the {source.name} of that "
                 "line where the reference has another value"
             )
-        sentence = f"The first value that the reference does not have is that of {first.call}"
+        sentence = _name_first(first)
         factor = relation or describe_factor(self.values, first)
         # Without a factor it is likelier that a mask or an integer is wrong, by which the equation chose.
         if not factor:
@@ -81,9 +79,17 @@ class FirstValue:
             if mask is not None:
                 return f". {sentence}, which reads {mask}"
         end = self._describe_partial_sum(first)
+        origin = self.values.find_origin(self.got)
         if relation and str(origin) != str(first.call):
             end += f"; the result comes from {origin}"
         return f"{_begin(factor)}. {sentence}{end}"
+
+    def _describe_origin(self) -> str:
+        """The equation that made the wrong result, in words; "" if the result is an argument."""
+        origin = self.values.find_origin(self.got)
+        if origin is None:
+            return ""
+        return f"; it comes from {origin}"
 
     def has_lost_sum(self) -> bool:
         """Whether a sum over devices of the reference is missing. Only a compiled program can lose one."""
@@ -91,15 +97,22 @@ class FirstValue:
 
     def find(self) -> Event | None:
         """The first equation whose result the reference does not have; None if it has those of all equations."""
-        first = self._select_entry(lambda x: self.values.explain(x) is not None)
-        if first is None or not any(self.values.is_of_blocks(x) for x in first.results):
+        first = self._select_entry(self._is_known)
+        if first is None:
+            return None
+        is_of_blocks = any(self.values.is_of_blocks(x) for x in first.results)
+        if not is_of_blocks:
             return first
         behind_blocks = self._select_entry(self._is_known_by_blocks)
         return behind_blocks or first
 
+    def _is_known(self, x: Operand) -> bool:
+        """Whether the reference has a value, whole or split over devices."""
+        return self.values.explain(x) is not None
+
     def _is_known_by_blocks(self, x: Operand) -> bool:
         """Whether the reference has a value, or its blocks."""
-        return self.values.explain(x) is not None or self.values.is_of_blocks(x)
+        return self._is_known(x) or self.values.is_of_blocks(x)
 
     def _select_entry(self, is_known: Callable[[Operand], bool]) -> Event | None:
         """Of the equations that lead from known values to unknown ones, one with a partial sum, else the first."""
@@ -133,6 +146,7 @@ class FirstValue:
             if id(x) in visited or is_known(x):
                 continue
             visited.add(id(x))
+            # An unknown value that no equation made is an argument.
             event = self._find_maker(x)
             if event is None:
                 continue
@@ -176,10 +190,14 @@ class FirstValue:
     def _find_mask(self, event: Event) -> Call | None:
         """The equation of the mask or the integers that an equation reads; None if it reads numbers alone."""
         for x in event.operands:
+            if isinstance(x, Exact):
+                continue
             maker = self._find_maker(x)
-            while not isinstance(x, Exact) and maker is not None:
-                if maker.call.primitive not in (*PASS, "select_n") and maker.operands:
+            while maker is not None:
+                passes_on = maker.call.primitive in (*PASS, "select_n")
+                if maker.operands and not passes_on:
                     return maker.call
+                # Backwards, by the first operand that an equation made.
                 numbers = self.record.find_makers(maker.operands)
                 maker = self.record.events[numbers[0]] if numbers else None
         return None
@@ -204,24 +222,32 @@ class FirstValueOfCompiled(FirstValue):
         beginning = _begin(relation)
         first = None if reference_is_zero else self.find()
         if first is None:
-            origin = self.values.find_origin(self.got)
+            end = self._describe_origin()
             lost = self._find_lost_sum(self.got)
-            end = f"; it comes from {origin}" if origin else ""
             if lost is not None:
                 end += f"; it is a sum without that of {lost}"
             return beginning + end
-        sentence = f"The first value that the reference does not have is that of {first.call}"
+        sentence = _name_first(first)
+        loop = self._describe_loop(first)
         lost = self._find_lost_sum_of(first)
         if lost is not None:
-            return f"{beginning}. {sentence}, of a sum without that of {lost}{self._describe_loop(first)}"
-        mask = self._find_mask(first)
-        if mask is not None:
-            if mask.line != first.call.line:
-                sentence += f", which reads {mask}"
-            origin = self._find_integers(first, mask.line)
-            if origin is not None and origin.line != first.call.line:
-                sentence += f", of integers from {origin}"
-        return f"{beginning}. {sentence}{self._describe_partial_sum(first)}{self._describe_loop(first)}"
+            return f"{beginning}. {sentence}, of a sum without that of {lost}{loop}"
+        integers = self._describe_integers(first)
+        partial_sum = self._describe_partial_sum(first)
+        return f"{beginning}. {sentence}{integers}{partial_sum}{loop}"
+
+    def _describe_integers(self, event: Event) -> str:
+        """The mask or integers that an equation reads, and those from which they follow, in words; "" if none."""
+        mask = self._find_mask(event)
+        if mask is None:
+            return ""
+        words = ""
+        if mask.line != event.call.line:
+            words += f", which reads {mask}"
+        origin = self._find_integers(event, mask.line)
+        if origin is not None and origin.line != event.call.line:
+            words += f", of integers from {origin}"
+        return words
 
     def has_lost_sum(self) -> bool:
         """Whether a sum over devices of the reference is missing."""
@@ -263,8 +289,11 @@ class FirstValueOfCompiled(FirstValue):
             if event is None:
                 return None
             call = self.values.find_sum(x, event.call.axes)
-            if call is not None or kind_of(event.call.equation):
+            if call is not None:
                 return call
+            # Before a collective the values are those of single devices.
+            if kind_of(event.call.equation):
+                return None
             numbers = [operand for operand in event.operands if self._is_made(operand)]
             if not numbers:
                 return None
@@ -279,19 +308,22 @@ class FirstValueOfCompiled(FirstValue):
 
     def _describe_loop(self, event: Event) -> str:
         """The loop around an equation, or a few equations before it, in words; "" if there is none."""
-        loops = self.record.loops
-        line = loops.get(id(event.call.equation), "")
+        line = self._find_line_of_loop(event)
         if line:
             return f", in the loop at {line}" if line != event.call.line else ""
         # Backwards, the nearest equations first: the list grows while it is read.
         waiting = self.record.find_makers(event.operands)
         for number in itertools.islice(waiting, _MOST_BEHIND):
             maker = self.record.events[number]
-            line = loops.get(id(maker.call.equation), "")
+            line = self._find_line_of_loop(maker)
             if line:
                 return f", of what the loop at {line} gives"
             waiting += self.record.find_makers(maker.operands)
         return ""
+
+    def _find_line_of_loop(self, event: Event) -> str:
+        """The line of the loop around an equation; "" if there is none."""
+        return self.record.loops.get(id(event.call.equation), "")
 
     def _find_integers(self, event: Event, line: str) -> Call | None:
         """The equation of another line from whose integers the masks of an equation follow, as a key or a place."""
@@ -310,7 +342,8 @@ class FirstValueOfCompiled(FirstValue):
 
     def _find_makers_of_integers(self, event: Event) -> list[int]:
         """The numbers of the events that made the integers and masks that an equation reads."""
-        return self.record.find_makers(x for x in event.operands if is_integer(x) or is_mask(x))
+        integers = [x for x in event.operands if is_integer(x) or is_mask(x)]
+        return self.record.find_makers(integers)
 
 
 def describe_factor(values: KnownValues, event: Event) -> str:
@@ -321,9 +354,16 @@ def describe_factor(values: KnownValues, event: Event) -> str:
             forms += list_forms(values.field, x, event.call.axes)
     for ratio, text in list_ratios(event.call.axes):
         for form, words in forms:
-            if digest(multiply_residues(values.field, form, 1 / ratio)) in values.known:
+            # Without the factor it would be a value of the reference.
+            corrected = multiply_residues(values.field, form, 1 / ratio)
+            if digest(corrected) in values.known:
                 return f"it is {text} a value of the reference{words}"
     return ""
+
+
+def _name_first(event: Event) -> str:
+    """The beginning of the sentence that names the first value."""
+    return f"The first value that the reference does not have is that of {event.call}"
 
 
 def _begin(words: str) -> str:

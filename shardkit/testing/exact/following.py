@@ -76,7 +76,8 @@ def note_known(field: Field, equation: Any, around: str, operands: Sequence[Know
     # `counts < capacity`, where a router decides the counts.
     if name in _COMPARISONS:
         coverage.note_integers(field, equation, source_line(equation, around), results[0], operands)
-    if name in ("and", "or") and all(field.marks.is_decision(x) for x in operands):
+    joins_decisions = name in ("and", "or") and all(field.marks.is_decision(x) for x in operands)
+    if joins_decisions:
         coverage.note_joined(field, equation, source_line(equation, around), results[0])
 
 
@@ -88,18 +89,27 @@ def mark_results(
         return results
     name = equation.primitive.name
     marks = field.marks
-    following = [x for x in operands if marks.follows_floats(x)]
-    is_natural = name in _NATURAL and _are_natural(field, operands)
+    are_natural = name in _NATURAL and _are_natural(field, operands)
     # `(x > 0) & (y > 0)` is a decision too. `count < 3` is none, but a comparison of integers.
-    joins_decisions = name not in _COMPARISONS and all(marks.is_decision(x) for x in following)
+    are_decisions = name not in _COMPARISONS
+    for x in operands:
+        if marks.follows_floats(x) and not marks.is_decision(x):
+            are_decisions = False
     marked: list[Operand] = []
     for x in results:
         # Numbers of the field need no mark: their keys are compared.
         if not isinstance(x, Exact) and not marks.follows_floats(x):
             x = np.asarray(x)
-            marks.add(x, decision=joins_decisions and x.dtype == bool, natural=is_natural)
+            is_decision = are_decisions and x.dtype == bool
+            is_natural = are_natural and not _may_wrap(x)
+            marks.add(x, decision=is_decision, natural=is_natural)
         marked.append(x)
     return marked
+
+
+def _may_wrap(x: np.ndarray) -> bool:
+    """Whether integers are so narrow that a count may be negative in them: of int8, 128 is -128."""
+    return x.dtype.kind == "i" and x.dtype.itemsize < 4
 
 
 def _follows_floats(field: Field, equation: Any, operands: Sequence[Operand]) -> bool:
@@ -114,9 +124,12 @@ def _is_forced(field: Field, equation: Any, operands: Sequence[Operand]) -> bool
 
     jax asks this of every index, because a negative index counts from the end.
     """
-    if equation.primitive.name not in ("lt", "ge") or any(isinstance(x, Exact) for x in operands):
+    if equation.primitive.name not in ("lt", "ge"):
         return False
     x, y = operands
+    if isinstance(x, Exact) or isinstance(y, Exact):
+        return False
+    # `count < 0` is false for all inputs. `count < limit` is not, where the limit follows from floats.
     is_at_most_zero = bool((np.asarray(y) <= 0).all())
     if field.marks.follows_floats(y) or not is_at_most_zero:
         return False
@@ -125,6 +138,8 @@ def _is_forced(field: Field, equation: Any, operands: Sequence[Operand]) -> bool
 
 def _are_natural(field: Field, operands: Sequence[Operand]) -> bool:
     """Whether no operand is negative for any input."""
-    if any(isinstance(x, Exact) for x in operands):
-        return False
+    for x in operands:
+        # A number of the field has no sign.
+        if isinstance(x, Exact):
+            return False
     return all(field.marks.is_natural(np.asarray(x)) for x in operands)

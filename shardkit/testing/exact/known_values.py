@@ -83,7 +83,8 @@ class KnownValues:
                 is_input = id(x) not in self.reference.maker
                 if is_input:
                     passed.add(id(x))
-            if event.call.primitive in _MOVES and passed.issuperset(map(id, event.operands)):
+            moves = event.call.primitive in _MOVES
+            if moves and passed.issuperset(map(id, event.operands)):
                 passed.update(map(id, event.results))
             for x in (*event.operands, *event.results):
                 if is_number(x):
@@ -97,10 +98,9 @@ class KnownValues:
             self._note_layouts(residues, axes)
         if not isinstance(x, Exact):
             return
-        is_constant = not (residues != residues[:1]).any()  # the same at all points
         if is_passed:
             self._passed.append(x)
-        elif not is_constant:
+        elif not _is_constant(residues):
             self.computed.setdefault(digest(residues), x)
 
     def _note_layouts(self, residues: np.ndarray, axes: Mapping[str, int]) -> None:
@@ -108,10 +108,15 @@ class KnownValues:
         if not _has_devices(residues, axes):  # a literal, or what goes into a shard_map
             axes = {}
         rank = len(axes)
-        dims = range(1 + rank, residues.ndim)
-        orders = itertools.permutations(dims) if len(dims) <= _MOST_DIMS else [tuple(dims)]
+        dims = range(residues.ndim)
+        lead = tuple(dims[: 1 + rank])
+        dims_of_array = tuple(dims[1 + rank :])
+        orders = [dims_of_array]
+        if len(dims_of_array) <= _MOST_DIMS:
+            orders = list(itertools.permutations(dims_of_array))
+        # Of x [8, 3] at 2 points: the residues [2, 8, 3] and [2, 3, 8].
         for order in orders:
-            layout = residues.transpose(*range(1 + rank), *order)
+            layout = residues.transpose(lead + order)
             self.known.add(digest(layout))
             if axes:
                 self.on_devices.add(digest(_spread(layout, axes)))
@@ -122,10 +127,11 @@ class KnownValues:
             for x in event.operands:
                 if isinstance(x, Exact) and id(x) not in self.made:
                     self.known.add(digest_value(self.field, x))
-            # A sum over devices may be a number without an input, as a count of tokens.
-            reduced = kind_of(event.call.equation)
+            is_collective = kind_of(event.call.equation) is not None
             for x in event.results:
-                if isinstance(x, Exact) or (reduced and is_number(x)):
+                # A sum over devices may be a number without an input, as a count of tokens.
+                is_sum = is_collective and is_number(x)
+                if isinstance(x, Exact) or is_sum:
                     self.made.setdefault(id(x), event)
 
     def explain(self, x: Operand) -> str | None:
@@ -142,13 +148,15 @@ class KnownValues:
         return self._explanations[id(x)]
 
     def _explain_number(self, x: Operand, event: Event) -> str | None:
+        """In which form the reference has a number that an equation made."""
         passes_on = event.call.primitive in ("scan", "ppermute")
         if passes_on and all(self.explain(operand) is not None for operand in event.operands):
             return ""
         axes = event.call.axes
-        residues = take_residues(self.field, x)
-        if self.on_devices and _has_devices(residues, axes) and digest(_spread(residues, axes)) in self.on_devices:
-            return ""
+        if self.on_devices:
+            residues = take_residues(self.field, x)
+            if _has_devices(residues, axes) and digest(_spread(residues, axes)) in self.on_devices:
+                return ""
         return self.describe_form(x, axes, self.known)
 
     def follows_unknown(self, x: Operand) -> bool:
@@ -233,18 +241,25 @@ class KnownValues:
         """Whether each device has a block of some value of the reference: of a ring, others in each round."""
         rank = len(event.call.axes)
         residues = take_residues(self.field, x)
-        devices = residues.shape[1 : 1 + rank]
-        shape = residues.shape[1 + rank :]
-        if not rank or (residues == residues[:1]).all():
+        if not rank or _is_constant(residues):
             return False
+        shape = residues.shape[1 + rank :]
         if shape not in self._blocks:
-            blocks: set[bytes] = set()
-            # A compiler cuts inputs, too, where a kernel would get its piece.
-            values = [*self.computed.values(), *self._passed] if self.field.compiled else self.computed.values()
-            for value in values:
-                blocks.update(map(digest, list_blocks(take_residues(self.field, value), shape)))
-            self._blocks[shape] = blocks
-        return all(digest(residues[(slice(None), *device)]) in self._blocks[shape] for device in np.ndindex(*devices))
+            self._blocks[shape] = self._digest_blocks(shape)
+        blocks = self._blocks[shape]
+        return all(piece in blocks for piece in _digest_pieces(residues, rank))
+
+    def _digest_blocks(self, shape: tuple[int, ...]) -> set[bytes]:
+        """The digests of all blocks of a shape that values of the reference consist of."""
+        values = list(self.computed.values())
+        # A compiler cuts inputs, too, where a kernel would get its piece.
+        if self.field.compiled:
+            values += self._passed
+        blocks: set[bytes] = set()
+        for value in values:
+            residues = take_residues(self.field, value)
+            blocks.update(map(digest, list_blocks(residues, shape)))
+        return blocks
 
     def _is_local(self, event: Event) -> bool:
         """Whether a device computed a value of its blocks alone, of which one equation mixed the elements.
@@ -255,17 +270,18 @@ class KnownValues:
         """
         if kind_of(event.call.equation) == "all_gather":
             return all(self.is_of_blocks(x) for x in event.operands)
-        if self._find_number(event) in self.near:
+        [result] = event.results
+        if self.record.maker.get(id(result)) in self.near:
             return False
-        if max(event.results[0].shape[: len(event.call.axes)], default=1) == 1:
+        devices = result.shape[: len(event.call.axes)]
+        if max(devices, default=1) == 1:
             return False  # all devices have the same
-        if event.call.primitive in _MIXES:
-            return all(self.explain(x) is not None or self.is_of_blocks(x) for x in event.operands)
+        # As long as all that is unknown is of blocks, so is the result.
         unknown = [x for x in event.operands if self.explain(x) is None]
-        return bool(unknown) and all(self.is_of_blocks(x) for x in unknown)
-
-    def _find_number(self, event: Event) -> int:
-        return self.record.maker.get(id(event.results[0]), -1)
+        # What mixes elements of a value that the reference has gives a value of the block alone.
+        if not unknown and event.call.primitive not in _MIXES:
+            return False
+        return all(self.is_of_blocks(x) for x in unknown)
 
     # Operands
 
@@ -284,7 +300,8 @@ class KnownValues:
         forms = [self._digest_forms(x, event.call.axes) for x in operands]
         misread = None
         for other in self.reference.events:
-            if other.call.name != event.call.name or len(other.operands) != len(operands):
+            is_alike = other.call.name == event.call.name and len(other.operands) == len(operands)
+            if not is_alike:
                 continue
             missing = self._list_missing(other.operands, forms)
             if len(missing) != 1:
@@ -296,18 +313,18 @@ class KnownValues:
             if digest_value(self.field, x) in self._digests_on_mesh:
                 return None
             if misread is None:
-                misread = number
+                misread = operands[number]
         if misread is None:
             return None
-        return self.find_origin(operands[misread], _SENT)
+        return self.find_origin(misread, _SENT)
 
-    def _list_missing(self, wanted: Sequence[Operand], forms: Sequence[set[bytes]]) -> list[int]:
+    def _list_missing(self, operands: Sequence[Operand], forms: Sequence[set[bytes]]) -> list[int]:
         """The numbers of the operands of an equation of the reference that an equation on the mesh does not have.
 
         `forms` has for each operand of the latter the digests of the arrays to which it may be put together.
         """
         missing = []
-        for number, x in enumerate(wanted):
+        for number, x in enumerate(operands):
             has_operand = is_number(x) and digest_value(self.field, x) in forms[number]
             if not has_operand:
                 missing.append(number)
@@ -331,7 +348,7 @@ class KnownValues:
             # Operands of a shard_map have other dims in front.
             if event.call.primitive != "shard_map":
                 values = (*event.operands, *event.results)
-            for x in filter(is_number, values):
+            for x in values:
                 digests |= self._digest_forms(x, event.call.axes)
         return digests
 
@@ -342,7 +359,8 @@ class KnownValues:
             event = self.record.events[number]
             if event.call.primitive not in (*PASS, *passing):
                 return event.call
-            number = next(iter(self.record.find_makers(event.operands)), None)
+            makers = self.record.find_makers(event.operands)
+            number = makers[0] if makers else None
         return None
 
     # Doubts
@@ -357,19 +375,32 @@ class KnownValues:
         Where the wrong result is itself a value of the reference, as a gradient at the old weights in place of the new
         ones, that tells nothing of what led to it.
         """
-        numbers = self.record.find_causes([got])
-        doubts: dict[int, float] = {}
-        for doubt, is_known in ((KNOWN_ON_ONE, self._is_known_on_one), (KNOWN, self._is_known_on_all)):
-            known = {number for number in numbers if is_known(self.record.events[number])}
-            if doubt == KNOWN and known.issuperset(self.record.find_makers([got])):
-                return {}
-            operands: list[Operand] = []
-            for number in known:
-                event = self.record.events[number]
-                if event.call.name not in _PARTS:
-                    operands += event.operands
-            doubts.update(dict.fromkeys(known | self.record.find_causes(operands, _PARTS), doubt))
+        causes = self.record.find_causes([got])
+        known_on_one: set[int] = set()
+        known_on_all: set[int] = set()
+        for number in causes:
+            event = self.record.events[number]
+            if not self._varies(event):
+                continue
+            if self._is_known_on_one(event):
+                known_on_one.add(number)
+            if self._is_known_on_all(event):
+                known_on_all.add(number)
+        if known_on_all.issuperset(self.record.find_makers([got])):
+            return {}
+        doubts = dict.fromkeys(self._add_causes(known_on_one), KNOWN_ON_ONE)
+        doubts.update(dict.fromkeys(self._add_causes(known_on_all), KNOWN))
         return doubts
+
+    def _add_causes(self, numbers: set[int]) -> set[int]:
+        """The numbers of events, and of those from which all of their results follow."""
+        operands: list[Operand] = []
+        for number in numbers:
+            event = self.record.events[number]
+            # Of a slice that is known the other elements may be wrong.
+            if event.call.name not in _PARTS:
+                operands += event.operands
+        return numbers | self.record.find_causes(operands, _PARTS)
 
     def find_last_known(self, got: Operand, doubts: Mapping[int, float]) -> set[int]:
         """The numbers of the events in doubt whose results are read where there is none."""
@@ -379,33 +410,46 @@ class KnownValues:
                 last.update(self.record.find_makers(self.record.events[number].operands))
         return last
 
-    def _is_known_on_all(self, event: Event) -> bool:
-        """Whether the reference has the result of an equation, of all devices together."""
-        return self._varies(event) and self.describe_form(event.results[0], event.call.axes, self.computed) == ""
-
-    def _is_known_on_one(self, event: Event) -> bool:
-        """Whether the reference has the result that an equation gave on one of the devices."""
-        if not self._varies(event):
-            return False
-        residues = take_residues(self.field, event.results[0])
-        rank = len(event.call.axes)
-        devices = np.ndindex(*residues.shape[1 : 1 + rank])
-        return any(digest(residues[(slice(None), *device)]) in self.computed for device in devices)
-
     def _varies(self, event: Event) -> bool:
         """Whether an equation gave one array that follows from an input."""
-        if len(event.results) != 1 or not isinstance(event.results[0], Exact) or not event.operands:
+        if len(event.results) != 1 or not event.operands:
             return False
-        residues = take_residues(self.field, event.results[0])
-        return bool((residues != residues[:1]).any())
+        [result] = event.results
+        return isinstance(result, Exact) and not _is_constant(take_residues(self.field, result))
+
+    def _is_known_on_one(self, event: Event) -> bool:
+        """Whether the reference has the array that an equation gave on one of the devices."""
+        [result] = event.results
+        residues = take_residues(self.field, result)
+        return any(piece in self.computed for piece in _digest_pieces(residues, len(event.call.axes)))
+
+    def _is_known_on_all(self, event: Event) -> bool:
+        """Whether the reference has the array that an equation gave, of all devices together."""
+        [result] = event.results
+        return self.describe_form(result, event.call.axes, self.computed) == ""
+
+
+def _is_constant(residues: np.ndarray) -> bool:
+    """Whether an array is the same at all points, so that it follows from no input."""
+    return bool((residues == residues[:1]).all())
+
+
+def _digest_pieces(residues: np.ndarray, rank: int) -> Iterator[bytes]:
+    """The digest of what each device has, of an array [points, *axes, ...] with so many axes."""
+    for device in np.ndindex(*residues.shape[1 : 1 + rank]):
+        yield digest(residues[(slice(None), *device)])
 
 
 def _has_devices(residues: np.ndarray, axes: Mapping[str, int]) -> bool:
     """Whether there is a dim for each axis behind the points."""
     sizes = residues.shape[1 : 1 + len(axes)]
-    return len(sizes) == len(axes) and all(size in (1, n) for size, n in zip(sizes, axes.values(), strict=True))
+    if len(sizes) != len(axes):
+        return False
+    return all(size in (1, n) for size, n in zip(sizes, axes.values(), strict=True))
 
 
 def _spread(residues: np.ndarray, axes: Mapping[str, int]) -> np.ndarray:
     """[points, *axes, ...]: the values of all devices, a row for each, also where all along an axis have the same."""
-    return np.broadcast_to(residues, (len(residues), *axes.values(), *residues.shape[1 + len(axes) :]))
+    points = len(residues)
+    shape = residues.shape[1 + len(axes) :]
+    return np.broadcast_to(residues, (points, *axes.values(), *shape))

@@ -2,12 +2,14 @@
 
 Worked example: a router computes the weights of experts, and nothing reads them. The result should be multiplied by the
 weights (`repair_unread`), or a later equation reads another array of their shape in their place (`repair_operand`).
+
+A variable is known by its type, its aval, when repairs are listed. Its value is read when a repair is tried.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,11 @@ from shardkit.testing.exact.repairs import (
     Cost,
     EquationChange,
     FunctionChange,
+    Operands,
     Repair,
     Values,
+    is_literal,
     is_mask,
-    replace_item,
     trace_equation,
 )
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
@@ -36,59 +39,26 @@ _TERMS = (lax.add, lax.sub, lax.mul, lax.div)
 _WITH_FACTORS = ("add", "sub", "mul", "dot_general")
 
 
-def repair_unread(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+# Terms and factors of a result
+
+
+def repair_unread(bench: Bench) -> Iterator[Repair]:
     """Behind the equation a term or a factor that no equation of the kernel reads, with some dims of the result.
 
     Worked example: the weights [4] of candidates, by which `jnp.exp(x @ candidates.T)`, [3, 4], should be divided.
     """
-    aval = bench.call.equation.outvars[0].aval
-    if not is_float(aval):
+    if not is_float(bench.aval):
         return
     shape = bench.shape(bench.result)
-    for variable in readable:
-        if variable not in unread or getattr(variable.aval, "dtype", None) != aval.dtype:
+    for variable in bench.variables.readable:
+        if variable not in bench.variables.unread or getattr(variable.aval, "dtype", None) != bench.aval.dtype:
             continue
         for added in _list_added_dims(variable.aval.shape, shape):
             for function in _TERMS:
-                equation = trace_equation(function, aval, 2)
-                words = f"{equation.primitive.name} of {bench.call.name} and what nothing reads"
+                equation = trace_equation(function, bench.aval, 2)
+                words = f"{equation.primitive.name} of {bench.name} and what nothing reads"
                 change = _combine_result(bench, equation, variable, added)
                 yield Repair(Cost.UNREAD_FACTOR, words, change, behind=True)
-
-
-def repair_unread_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
-    """Before a collective a factor or a term of its operand that no equation of the kernel reads.
-
-    Worked example: `all_gather(h)` for `all_gather(reset * h)`. Behind the all_gather a device has all rows of h, and
-    of the reset its own alone.
-    """
-    if kind_of(bench.call.equation) is None:
-        return
-    for number, operand in enumerate(bench.call.equation.invars):
-        if not is_float(operand.aval):
-            continue
-        for variable in readable:
-            if variable not in unread or not _is_alike(variable.aval, operand.aval):
-                continue
-            for function in _TERMS:
-                equation = trace_equation(function, operand.aval, 2)
-                words = f"{bench.call.name} of {equation.primitive.name} of its operand and what nothing reads"
-                yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, number, equation, variable))
-
-
-def repair_joined_mask(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
-    """A mask that is true only where another mask of the program is true too, or also where that one is.
-
-    Worked example: the pairs of one label, `labels[:, None] == labels[None]`, without each row itself.
-    """
-    if not is_mask(bench.result):
-        return
-    aval = bench.call.equation.outvars[0].aval
-    alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
-    for variable, function in itertools.product(_select(alike), (lax.bitwise_and, lax.bitwise_or)):
-        equation = trace_equation(function, aval, 2)
-        words = f"{equation.primitive.name} of {bench.call.name} and another mask"
-        yield Repair(Cost.OPERAND, words, _combine_result(bench, equation, variable), behind=True)
 
 
 def _list_added_dims(shape: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -100,40 +70,43 @@ def _list_added_dims(shape: tuple[int, ...], target: tuple[int, ...]) -> list[tu
     rank = len(target)
     for dims in itertools.combinations(range(rank), len(shape)):
         if shape == tuple(target[dim] for dim in dims):
-            ways.append(tuple(dim - rank for dim in range(rank) if dim not in dims))
+            added = [dim - rank for dim in range(rank) if dim not in dims]
+            ways.append(tuple(added))
     return ways
 
 
-def repair_term(bench: Bench, readable: Sequence[Any]) -> Iterator[Repair]:
+def repair_joined_mask(bench: Bench) -> Iterator[Repair]:
+    """A mask that is true only where another mask of the program is true too, or also where that one is.
+
+    Worked example: the pairs of one label, `labels[:, None] == labels[None]`, without each row itself.
+    """
+    if is_mask(bench.result):
+        for equation, variable in _list_terms(bench, (lax.bitwise_and, lax.bitwise_or)):
+            words = f"{equation.primitive.name} of {bench.name} and another mask"
+            yield Repair(Cost.OPERAND, words, _combine_result(bench, equation, variable), behind=True)
+
+
+def repair_term(bench: Bench) -> Iterator[Repair]:
     """Behind the equation a sum, difference, product or quotient of the result and another variable of its type."""
-    aval = bench.call.equation.outvars[0].aval
-    alike = [variable for variable in readable if _is_alike(variable.aval, aval)]
-    for variable, function in itertools.product(_select(alike), _TERMS):
-        equation = trace_equation(function, aval, 2)
-        words = f"{equation.primitive.name} of {bench.call.name} and another value"
+    for equation, variable in _list_terms(bench, _TERMS):
+        words = f"{equation.primitive.name} of {bench.name} and another value"
         yield Repair(Cost.FACTOR, words, _combine_result(bench, equation, variable), behind=True)
+
+
+def _list_terms(bench: Bench, functions: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """The equations of functions of the result and another variable of its type, each with the variable."""
+    for variable in _select(_find_alike(bench.variables.readable, bench.aval)):
+        for function in functions:
+            yield trace_equation(function, bench.aval, 2), variable
 
 
 def _combine_result(bench: Bench, equation: Any, variable: Any, added: tuple[int, ...] = ()) -> EquationChange:
     """The function of the result and another variable, which gets dims `added` of size 1, counted from the end."""
 
     @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        return bench.interpreter.step(equation, [results[0], _add_dims(bench, values[variable], added)])
-
-    return change
-
-
-def _combine_operand(
-    bench: Bench, number: int, equation: Any, variable: Any, added: tuple[int, ...] = ()
-) -> EquationChange:
-    """Reads the function of operand `number` and another variable, with dims `added`, in place of that operand."""
-
-    @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        another = _add_dims(bench, values[variable], added)
-        [combined] = bench.interpreter.step(equation, [operands[number], another])
-        return bench.rerun(replace_item(operands, number, combined))
+    def change(operands: Operands, results: Operands, values: Values) -> Operands:
+        term = _add_dims(bench, values[variable], added)
+        return bench.interpreter.step(equation, [results[0], term])
 
     return change
 
@@ -141,14 +114,18 @@ def _combine_operand(
 def _add_dims(bench: Bench, x: Operand, added: tuple[int, ...]) -> Operand:
     """An array with further dims of size 1.
 
-    Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
+    Worked example: a factor [2] + [4] on two devices with `added` (-1,) is [2] + [4, 1].
     """
     if not added:
         return x
+    # Counted from the end, the dims are the same ones behind the components of a part and the dims of the mesh.
     return lift_operand(bench.field, x).move(lambda part: np.expand_dims(part, added))
 
 
-def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> Iterator[Repair]:
+# Operands
+
+
+def repair_operand(bench: Bench) -> Iterator[Repair]:
     """Another variable in place of an operand, or as a factor of an operand.
 
     A variable that no equation reads is likely to be the one that should be read.
@@ -156,17 +133,18 @@ def repair_operand(bench: Bench, readable: Sequence[Any], unread: Set[Any]) -> I
     Worked example: `shifted = ppermute(x)`, and behind it `y = x * 2`, where nothing reads `shifted`. The likeliest
     repair of the mul reads `shifted` in place of x.
     """
-    for number, operand in enumerate(bench.call.equation.invars):
-        others = [variable for variable in readable if variable is not operand]
-        alike = [variable for variable in others if _is_alike(variable.aval, operand.aval)]
-        yield from _replace_operand(bench, number, alike, unread)
-        if bench.call.name in _WITH_FACTORS and is_float(operand.aval):
-            yield from _repair_factor_of_operand(bench, number, others, alike, unread)
+    for number, operand in enumerate(bench.equation.invars):
+        variables = [variable for variable in bench.variables.readable if variable is not operand]
+        alike = _find_alike(variables, operand.aval)
+        yield from _replace_operand(bench, number, alike)
+        if bench.name in _WITH_FACTORS and is_float(operand.aval):
+            yield from _repair_factor_of_operand(bench, number, variables, alike)
 
 
-def _replace_operand(bench: Bench, number: int, alike: list[Any], unread: Set[Any]) -> Iterator[Repair]:
+def _replace_operand(bench: Bench, number: int, alike: list[Any]) -> Iterator[Repair]:
     """Variables of an operand's type in its place: all unread ones, and some of the others."""
-    words = f"another operand of {bench.call.name}"
+    unread = bench.variables.unread
+    words = f"another operand of {bench.name}"
     for variable in alike:
         if variable in unread:
             yield Repair(Cost.UNREAD, words, read_instead(bench, number, variable))
@@ -175,50 +153,109 @@ def _replace_operand(bench: Bench, number: int, alike: list[Any], unread: Set[An
             yield Repair(Cost.OPERAND, words, read_instead(bench, number, variable))
 
 
-def _repair_factor_of_operand(
-    bench: Bench, number: int, others: list[Any], alike: list[Any], unread: Set[Any]
-) -> Iterator[Repair]:
+def read_instead(bench: Bench, number: int, variable: Any) -> EquationChange:
+    """Reads another variable as operand `number`."""
+
+    @FunctionChange
+    def change(operands: Operands, results: Operands, values: Values) -> Operands:
+        return bench.rerun_with_operand(operands, number, values[variable])
+
+    return change
+
+
+def _repair_factor_of_operand(bench: Bench, number: int, variables: list[Any], alike: list[Any]) -> Iterator[Repair]:
     """Variables as factors of an operand: unread ones with some of its dims, and others of its type."""
-    operand = bench.call.equation.invars[number]
-    words = f"another factor of {bench.call.name}"
+    operand = bench.equation.invars[number]
+    unread = bench.variables.unread
+    words = f"another factor of {bench.name}"
     product = trace_equation(lax.mul, operand.aval, 2)
-    # An unread factor [t] of an operand [t, d] may be missing.
-    for variable in others:
+    for variable in variables:
         if variable in unread and _is_leading(variable.aval, operand.aval):
             # A factor [t] of an operand [t, d] becomes [t, 1].
             missing = len(operand.aval.shape) - len(variable.aval.shape)
             added = tuple(range(-missing, 0))
-            yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, number, product, variable, added))
-    if not isinstance(bench.call.operands[number], Exact):
+            change = _combine_operand(bench, number, product, variable, added)
+            yield Repair(Cost.UNREAD_FACTOR, words, change)
+    # A constant or an integer is seldom the operand that lacks a factor.
+    if not isinstance(bench.operands[number], Exact):
         return
-    candidates = _select(alike)
+    factors = _select(alike)
     # The operand may be its own factor, as in a square. The square of a literal is another literal.
-    is_literal = hasattr(operand, "val")
-    if not is_literal:
-        candidates = [*candidates, operand]
-    for variable in candidates:
+    if not is_literal(operand):
+        factors = [*factors, operand]
+    for variable in factors:
         if variable not in unread:
             yield Repair(Cost.FACTOR, words, _combine_operand(bench, number, product, variable))
 
 
-def repair_round(bench: Bench, readable: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Iterator[Repair]:
+def repair_unread_operand(bench: Bench) -> Iterator[Repair]:
+    """Before a collective a factor or a term of its operand that no equation of the kernel reads.
+
+    Worked example: `all_gather(h)` for `all_gather(reset * h)`. Behind the all_gather a device has all rows of h, and
+    of the reset its own alone.
+    """
+    if kind_of(bench.equation) is None:
+        return
+    for number, operand in enumerate(bench.equation.invars):
+        if not is_float(operand.aval):
+            continue
+        for variable in _find_alike(bench.variables.readable, operand.aval):
+            if variable not in bench.variables.unread:
+                continue
+            for function in _TERMS:
+                equation = trace_equation(function, operand.aval, 2)
+                words = f"{bench.name} of {equation.primitive.name} of its operand and what nothing reads"
+                yield Repair(Cost.UNREAD_FACTOR, words, _combine_operand(bench, number, equation, variable))
+
+
+def _combine_operand(
+    bench: Bench, number: int, equation: Any, variable: Any, added: tuple[int, ...] = ()
+) -> EquationChange:
+    """Reads the function of operand `number` and another variable, with dims `added`, in place of that operand."""
+
+    @FunctionChange
+    def change(operands: Operands, results: Operands, values: Values) -> Operands:
+        factor = _add_dims(bench, values[variable], added)
+        [combined] = bench.interpreter.step(equation, [operands[number], factor])
+        return bench.rerun_with_operand(operands, number, combined)
+
+    return change
+
+
+# Rounds of a loop
+
+
+def repair_round(bench: Bench) -> Iterator[Repair]:
     """The arrays of the rounds before or after, where the arrays of an unrolled loop's rounds are stacked.
 
     Worked example: the last of two stages has its first result after tick 1. Of three microbatches, `done[:3]` has the
     results of the ticks 0, 1 and 2, in place of 1, 2 and 3.
     """
-    name = bench.call.name
+    name = bench.name
     if name not in ("concatenate", "stack"):
         return
-    operands = bench.call.equation.invars
-    series = _find_series(operands, rounds)
+    operands = bench.equation.invars
+    series = _find_series(bench, operands)
     if not series:
         return
     for distance, words in ((1, "later"), (-1, "earlier")):
         variables = _move_along(series, operands, distance)
         # An equation can read only what stands before it: the rounds behind it are not there yet.
-        if variables and all(variable in readable for variable in variables):
+        if variables and all(variable in bench.variables.readable for variable in variables):
             yield Repair(Cost.INDEX, f"{name} of what rounds one {words} made", _read_all(bench, variables))
+
+
+def _find_series(bench: Bench, atoms: Sequence[Any]) -> Sequence[Any]:
+    """The variables of all rounds of an unrolled loop, of which each atom is one; empty if that is not so."""
+    rounds = bench.variables.rounds
+    series: Sequence[Any] | None = None
+    for atom in atoms:
+        if is_literal(atom) or atom not in rounds:
+            return ()
+        if series is not None and rounds[atom] is not series:
+            return ()
+        series = rounds[atom]
+    return series or ()
 
 
 def _move_along(series: Sequence[Any], variables: Sequence[Any], distance: int) -> list[Any]:
@@ -232,43 +269,30 @@ def _move_along(series: Sequence[Any], variables: Sequence[Any], distance: int) 
     return moved
 
 
-def _find_series(atoms: Sequence[Any], rounds: Mapping[Any, Sequence[Any]]) -> Sequence[Any]:
-    """The variables of all rounds of an unrolled loop, of which each atom is one; empty if that is not so."""
-    series: Sequence[Any] | None = None
-    for atom in atoms:
-        is_literal = hasattr(atom, "val")
-        if is_literal or atom not in rounds:
-            return ()
-        if series is not None and rounds[atom] is not series:
-            return ()
-        series = rounds[atom]
-    return series or ()
-
-
 def _read_all(bench: Bench, variables: Sequence[Any]) -> EquationChange:
     """Reads other variables as all operands."""
 
     @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
+    def change(operands: Operands, results: Operands, values: Values) -> Operands:
         return bench.rerun([values[variable] for variable in variables])
 
     return change
 
 
-def read_instead(bench: Bench, number: int, variable: Any) -> EquationChange:
-    """Reads another variable as operand `number`."""
-
-    @FunctionChange
-    def change(operands: Sequence[Operand], results: Sequence[Operand], values: Values) -> Sequence[Operand]:
-        return bench.rerun(replace_item(operands, number, values[variable]))
-
-    return change
+# Types of variables
 
 
-def _is_alike(a: Any, b: Any) -> bool:
-    """Whether two types are arrays of the same shape and dtype."""
-    are_arrays = hasattr(a, "shape") and hasattr(b, "shape")
-    return are_arrays and a.shape == b.shape and a.dtype == b.dtype
+def _find_alike(variables: Sequence[Any], aval: Any) -> list[Any]:
+    """The variables that are arrays of the shape and dtype of a type."""
+    # A token has no shape.
+    if not hasattr(aval, "shape"):
+        return []
+    alike = []
+    for variable in variables:
+        shape = getattr(variable.aval, "shape", None)
+        if shape == aval.shape and variable.aval.dtype == aval.dtype:
+            alike.append(variable)
+    return alike
 
 
 def _is_leading(a: Any, b: Any) -> bool:

@@ -11,12 +11,13 @@ should be the number of devices.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardkit._jax.jaxprs import kind_of
 from shardkit.testing.exact.forms import digest_value
 from shardkit.testing.exact.known_values import KNOWN, KNOWN_BEFORE, PASS, KnownValues
 from shardkit.testing.exact.numbers.values import Exact
+from shardkit.testing.exact.record import Event
 from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.search import Remedy, Search
 
@@ -55,15 +56,20 @@ class RemedyChoice:
 
         def doubt(number: int, behind: bool) -> float:
             # Behind the last value that the reference has, a mistake is not so unlikely.
-            highest = KNOWN_BEFORE if behind and number in last else KNOWN
+            is_behind_known = behind and number in last
+            highest = KNOWN_BEFORE if is_behind_known else KNOWN
             return min(self.doubts.get(number, 0.0), highest)
 
         return self.search.find_remedies(doubt)
 
     def choose(self, remedies: list[Remedy]) -> Remedy:
         """The likeliest of some remedies; of equals, one on the line with most remedies, then the first."""
-        votes = Counter(remedy.call.line for remedy in remedies)
-        return min(remedies, key=lambda remedy: (self._doubt(remedy), -votes[remedy.call.line], remedy.number))
+        remedies_of = Counter(remedy.call.line for remedy in remedies)
+
+        def rank(remedy: Remedy) -> tuple[float, int, int]:
+            return self._doubt(remedy), -remedies_of[remedy.call.line], remedy.number
+
+        return min(remedies, key=rank)
 
     def describe(self, remedies: list[Remedy]) -> str:
         """The line of the mistake, often with a second line that may be it, and the repair in words."""
@@ -105,7 +111,7 @@ class RemedyChoice:
         events = self.values.record.events
         [result] = events[remedy.number].results
         for event in events:
-            if event.call.primitive == "scan" and any(x is result for x in event.operands):
+            if event.call.primitive == "scan" and _reads(event, result):
                 return True
         return False
 
@@ -130,30 +136,22 @@ class RemedyChoice:
         read. The mask is right if it goes to the next device, too: the mistake is at line 5, which sends the block
         alone.
         """
-        if remedy.exchange in ("travel", "arrival"):
-            return self._find_route(remedy)
+        events = self.values.record.events
+        before = events[: remedy.number]
+        behind = events[remedy.number + 1 :]
+        if remedy.exchange == "travel":
+            return _find_line_of_send(behind)
+        if remedy.exchange == "arrival":
+            return _find_line_of_send(reversed(before))
         if remedy.exchange != "shift":
             return ""
-        events = self.values.record.events
         [result] = events[remedy.number].results
-        for event in events[remedy.number + 1 :]:
-            if kind_of(event.call.equation) == "ppermute":
+        for event in behind:
+            if _sends(event):
                 return event.call.line
             # The value is read before anything travels.
-            if any(x is result for x in event.operands) and event.call.primitive not in PASS:
+            if _reads(event, result) and event.call.primitive not in PASS:
                 return ""
-        return ""
-
-    def _find_route(self, remedy: Remedy) -> str:
-        """The line of the ppermute next to a remedy in a loop: behind the first round, or before it."""
-        events = self.values.record.events
-        if remedy.exchange == "travel":
-            nearest_first = events[remedy.number + 1 :]
-        else:
-            nearest_first = events[: remedy.number][::-1]
-        for event in nearest_first:
-            if kind_of(event.call.equation) == "ppermute":
-                return event.call.line
         return ""
 
     def _sends_for_nothing(self, line: str) -> bool:
@@ -162,14 +160,21 @@ class RemedyChoice:
         Worked example: `keys, scales = ppermute((keys, scales))` in each round, of which `q @ keys.T * scale` reads the
         keys, and the scale of this device in place of those that travel.
         """
-        events = self.values.record.events
-        sends = [event for event in events if event.call.line == line and kind_of(event.call.equation) == "ppermute"]
-        for event in sends:
-            [result] = event.results
-            readers = [other for other in events[event.number + 1 :] if any(x is result for x in other.operands)]
-            if readers and all(reader.call.line == line for reader in readers):
-                return True
+        for event in self.values.record.events:
+            if event.call.line == line and _sends(event):
+                lines = self._list_lines_of_readers(event)
+                if lines == {line}:
+                    return True
         return False
+
+    def _list_lines_of_readers(self, event: Event) -> set[str]:
+        """The lines that read the result of an equation."""
+        [result] = event.results
+        lines: set[str] = set()
+        for reader in self.values.record.events[event.number + 1 :]:
+            if _reads(reader, result):
+                lines.add(reader.call.line)
+        return lines
 
     def _find_better_reader(self, remedy: Remedy) -> Remedy | None:
         """The remedy that reads a sum that the program has already, in place of one that computes it again.
@@ -181,11 +186,11 @@ class RemedyChoice:
         if remedy.exchange != "sum" or not isinstance(remedy.value, Exact):
             return None
         field = self.values.field
-        wanted = digest_value(field, remedy.value)
+        digest = digest_value(field, remedy.value)
         variables = []
         for variable, x in self.values.record.values.items():
             has_shape = isinstance(x, Exact) and x.shape == remedy.value.shape
-            if has_shape and digest_value(field, x) == wanted:
+            if has_shape and digest_value(field, x) == digest:
                 variables.append(variable)
         return self.search.find_reader(remedy, variables)
 
@@ -194,17 +199,17 @@ class RemedyChoice:
         reader = self._find_reader(best)
         if reader:
             return [reader]
-        doubts = {id(remedy): self._doubt(remedy) for remedy in remedies}
-        others = []
+        highest = self._doubt(best) + _ALIKE
+        candidates = []
         for remedy in remedies:
-            about_as_likely = doubts[id(remedy)] <= doubts[id(best)] + _ALIKE
-            if about_as_likely and remedy.call.line != best.call.line:
-                others.append(remedy)
-        if not others:
+            doubt = self._doubt(remedy)
+            if doubt <= highest and remedy.call.line != best.call.line:
+                # Of equally likely ones the last.
+                candidates.append((doubt, -remedy.number, remedy.call.line))
+        if not candidates:
             return []
-        # Of equally likely ones the last.
-        other = min(others, key=lambda remedy: (doubts[id(remedy)], -remedy.number))
-        return [other.call.line]
+        _, _, line = min(candidates)
+        return [line]
 
     def _find_reader(self, remedy: Remedy) -> str:
         """The line that reads the partial sum of a remedy, because the sum may be missing there as well; else ""."""
@@ -213,13 +218,32 @@ class RemedyChoice:
         if not remedy.behind or not self.values.explain(result):
             return ""
         for event in events[remedy.number :]:
-            if not any(x is result for x in event.operands):
+            if not _reads(event, result):
                 continue
             if event.call.primitive in PASS:
+                # What reads the reshaped sum reads the sum.
                 [result] = event.results
             elif event.call.line != remedy.call.line:
                 return event.call.line
         return ""
+
+
+def _reads(event: Event, x: Operand) -> bool:
+    """Whether an equation read a value: this very array, and not an equal one."""
+    return any(operand is x for operand in event.operands)
+
+
+def _sends(event: Event) -> bool:
+    """Whether an equation sends an array to another device."""
+    return kind_of(event.call.equation) == "ppermute"
+
+
+def _find_line_of_send(events: Iterable[Event]) -> str:
+    """The line of the first ppermute among some events; "" if there is none."""
+    for event in events:
+        if _sends(event):
+            return event.call.line
+    return ""
 
 
 def _describe_mistake(remedy: Remedy, lines: Sequence[str]) -> str:
@@ -228,4 +252,5 @@ def _describe_mistake(remedy: Remedy, lines: Sequence[str]) -> str:
     if not words.startswith("without"):
         words = f"with {words}"
     # Two of the lines may be the same one.
-    return f"The mistake is at {' or '.join(dict.fromkeys(lines))}: {words}, it is right"
+    places = " or ".join(dict.fromkeys(lines))
+    return f"The mistake is at {places}: {words}, it is right"

@@ -15,7 +15,6 @@ the div.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,9 +34,9 @@ from shardkit.testing.exact.operand_repairs import read_instead
 from shardkit.testing.exact.pieces import DiffersError
 from shardkit.testing.exact.proposals import propose_repairs
 from shardkit.testing.exact.record import Event, Record
-from shardkit.testing.exact.repairs import Bench, Call, Cost, EquationChange, Repair
+from shardkit.testing.exact.repairs import Bench, Call, Cost, EquationChange, Repair, Variables
 from shardkit.testing.exact.rules.operands import Operand, lift_operand
-from shardkit.testing.exact.suspects import align_repairs, list_suspects, rank_suspects
+from shardkit.testing.exact.suspects import Suspects, align_repairs, list_suspects, rank_suspects
 
 # How many repaired runs are tried at most, and how many equations all of them may have together. The values of most
 # equations are recalled from the first run, so that this is a minute or two of the largest programs that are proved.
@@ -98,6 +97,10 @@ class Remedy(NamedTuple):
     exchange: str = ""
 
 
+# The changes of some equations in a run, by the keys of the equations (`Call.key`).
+_Changes = Mapping[Any, EquationChange]
+
+
 class _Candidate(NamedTuple):
     """A repair that waits to be tried, of one equation or of several that are repaired together.
 
@@ -114,7 +117,7 @@ class _Candidate(NamedTuple):
     number: int
     calls: list[Call]
     repair: Repair
-    make_changes: Callable[[Search], Mapping[Any, EquationChange]]
+    make_changes: Callable[[Search], _Changes]
     has_preview: bool
 
 
@@ -142,16 +145,12 @@ class Search:
         self.runs = 0
         self.sizes = _list_sizes(record)
         self._others: list[Search] | None = None
+        self._proposals: dict[Any, list[Repair]] = {}
         self._goal = find_goal_of_devices(record) if index is None else find_goal(record, got)
-        # The axes and pairs of the program's ppermutes, with the line of the first ppermute of each.
-        self._routes: dict[Any, str] = {}
+        self._routes = _find_routes(record)
         self._events_of: dict[Any, list[Event]] = {}
         for event in record.events:
-            call = event.call
-            self._events_of.setdefault(call.key, []).append(event)
-            if kind_of(call.equation) == "ppermute":
-                route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
-                self._routes.setdefault(route, call.line)
+            self._events_of.setdefault(event.call.key, []).append(event)
         # A loop that goes on may have some more rounds, but not all of its integers.
         self._most_in_a_run = _MOST_TIMES * len(record.events) + _MOST_MORE
         # A repaired run ends at the equation that gives the wrong result.
@@ -173,10 +172,11 @@ class Search:
             return bool(find_equal(self.field, a, b).all())
         return False
 
-    def try_changes(self, changes: Mapping[Any, EquationChange]) -> Operand | None:
-        """Runs the program with changed equations: the value of the changed equation if the result is right, else None.
+    def try_changes(self, changes: _Changes) -> Operand | None:
+        """Runs the program with changed equations.
 
-        `changes` has a change for each key of an equation (`Call.key`).
+        Returns:
+            The value of the changed equation, of several the one that ran last, if the result is right; else None.
         """
         self.runs += 1
         changed_run = ChangedRun(changes, self.record.values, self._goal, self._most_in_a_run)
@@ -197,9 +197,12 @@ class Search:
         """Whether one of the values is result number `index` of the reference."""
         return any(self.is_right(x, index) for x in values)
 
-    def _is_confirmed(self, make_changes: Callable[[Search], Mapping[Any, EquationChange]]) -> bool:
+    def _is_confirmed(self, make_changes: Callable[[Search], _Changes]) -> bool:
         """Whether the result is right with other numbers too."""
-        return all(other.try_changes(make_changes(other)) is not None for other in self._search_others())
+        for other in self._search_others():
+            if other.try_changes(make_changes(other)) is None:
+                return False
+        return True
 
     def _search_others(self) -> list[Search]:
         """The same search with other random numbers; an empty list where no others can be drawn."""
@@ -211,25 +214,27 @@ class Search:
             draws = _DRAWS_OF_DECISIONS if self.field.notes.compared else _DRAWS
             for draw in range(draws):
                 field = self.field.like(seed=self.field.settings.seed + 1 + draw)
-                self._others += self._search_again(self.programs._replace(field=field))
+                other = self._search_again(self.programs._replace(field=field))
+                if other is not None:
+                    self._others.append(other)
         return self._others
 
-    def _search_again(self, programs: Runs) -> list[Search]:
-        """The search in another field, as a list of one; an empty list if the wrong result is not computed there."""
+    def _search_again(self, programs: Runs) -> Search | None:
+        """The search in another field; None if the wrong result is not computed there."""
         record = Record()
         programs.field.memory = StepMemory()
         try:
             wanted = programs.alone(programs.field, None)
             results = programs.on_mesh(programs.field, record)
         except DiffersError as error:
-            return [Search(programs, record, error.value, wanted, None)]
+            return Search(programs, record, error.value, wanted, None)
         except NO_VALUE:
-            return []
+            return None
         finally:
             programs.field.memory.close()
         if self.index is None:
-            return []
-        return [Search(programs, record, results[self.index], wanted, self.index)]
+            return None
+        return Search(programs, record, results[self.index], wanted, self.index)
 
     # All repairs, in turn
 
@@ -249,7 +254,7 @@ class Search:
                 break
             repair = candidate.repair
             # A preview costs one equation, where a run costs all of them.
-            if candidate.has_preview and not previews.add(candidate.calls[0], repair.change):
+            if candidate.has_preview and not previews.admit(candidate.calls[0], repair.change):
                 continue
             value = self.try_changes(candidate.make_changes(self))
             if value is None or not self._is_confirmed(candidate.make_changes):
@@ -271,79 +276,76 @@ class Search:
         """All repairs of all suspects, the likely ones first."""
         candidates: list[_Candidate] = []
         suspects = list_suspects(self.record, self.got)
-        repairs_of = {number: self.propose(call) for number, call in suspects.items()}
-        for numbers, calls, doubt_here in rank_suspects(self.record, suspects):
-            number = numbers[0]
-            lists = [repairs_of[member] for member in numbers]
-            for positions in align_repairs(lists):
-                repairs = [repairs[position] for repairs, position in zip(lists, positions, strict=True)]
-                doubt_of_repair = doubt_here + doubt(number, repairs[0].behind)
-                candidates.append(self._make_candidate(number, calls, repairs, positions, doubt_of_repair))
-            for repair, travel in self._list_travels(calls):
-                make_travel = partial(_make_travel, calls=calls, travel=travel)
-                # A value that travels is right in the first round: one round alone shows nothing.
-                candidate = _Candidate(repair.cost + doubt_here, number, calls, repair, make_travel, has_preview=False)
-                candidates.append(candidate)
+        for group in rank_suspects(self.record, suspects):
+            candidates += self._list_aligned(group, doubt)
+            candidates += self._list_travels(group)
+        # Of equally likely ones the first equation's, then the first in this list.
         candidates.sort(key=lambda candidate: (candidate.cost, candidate.number))
         return candidates
 
-    def _make_candidate(
-        self, number: int, calls: list[Call], repairs: Sequence[Repair], positions: Sequence[int], doubt: float
-    ) -> _Candidate:
-        """A repair of some equations.
+    def _list_aligned(self, group: Suspects, doubt: Callable[[int, bool], float]) -> Iterator[_Candidate]:
+        """The repairs that some equations have in common, each done in all of them.
 
-        Args:
-            number: the number of the first event of the first equation.
-            calls: the equations.
-            repairs: the repair of each equation.
-            positions: the position of each repair in the list of its equation, also in searches with other numbers.
-            doubt: how unlikely a mistake of these equations is.
+        Worked example: the two rounds `i = i + 1` of a loop. "add minus 1" is a candidate that changes both.
         """
-        first = repairs[0]
-        cost = first.cost + doubt
-        if first.exchange == "shift" and self._routes:
-            cost -= _LEFT_BEHIND
-        changes = [repair.change for repair in repairs]
-        make_changes = partial(_make_changes, calls=calls, changes=changes, positions=positions, first=self)
-        return _Candidate(cost, number, calls, first, make_changes, has_preview=len(calls) == 1)
+        number = group.numbers[0]
+        lists = [self.propose(call) for call in group.calls]
+        for positions in align_repairs(lists):
+            first = lists[0][positions[0]]
+            cost = first.cost + (group.doubt + doubt(number, first.behind))
+            if first.exchange == "shift" and self._routes:
+                cost -= _LEFT_BEHIND
+            make_changes = partial(_make_changes, calls=group.calls, positions=positions)
+            is_alone = len(group.calls) == 1
+            yield _Candidate(cost, number, group.calls, first, make_changes, has_preview=is_alone)
 
-    def _list_travels(self, calls: Sequence[Call]) -> Iterator[tuple[Repair, Travel]]:
+    def _list_travels(self, group: Suspects) -> Iterator[_Candidate]:
         """Operands that are the same array in each round of a loop, and that may have to travel as other values do.
 
         Worked example: a ring of keys, whose round is `scores = q @ k.T + bias; k = ppermute(k)`. The add reads the
         same bias in each round, and the program has one route, that of k. The repair sends the bias along this route.
         """
+        calls = group.calls
         events: list[Event] = []
         for call in calls:
             events += self._events_of.get(call.key, ())
         if len(events) < 2 or not self._routes:
             return
-        bench = Bench(self.field, calls[0], self.sizes)
+        bench = self.make_bench(calls[0])
+        cost = Cost.TRAVEL + group.doubt
         for number, x in enumerate(events[0].operands):
             stays = all(event.operands[number] is x for event in events)
             if not stays:
                 continue
-            for names, pairs in self._list_routes(calls[0], bench.varying_axes(x)):
-                words = f"an operand of {calls[0].name} that travels along {quote(names)} in each round"
+            for names, pairs in self._list_routes(calls[0], bench.find_varying_axes(x)):
+                words = f"an operand of {bench.name} that travels along {quote(names)} in each round"
                 # The first round reads it where it is, or when it has arrived at the next device.
                 for steps, exchange in ((0, "travel"), (1, "arrival")):
                     travel = Travel(bench, number, names, pairs, steps)
-                    yield Repair(Cost.TRAVEL, words, travel, exchange=exchange), travel
+                    repair = Repair(Cost.TRAVEL, words, travel, exchange=exchange)
+                    make_changes = partial(_make_travel, calls=calls, travel=travel)
+                    # A value that travels is right in the first round: one round alone shows nothing.
+                    yield _Candidate(cost, group.numbers[0], calls, repair, make_changes, has_preview=False)
 
     def _list_routes(self, call: Call, varying_axes: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         """The axes and pairs of the program's ppermutes on other lines, along axes along which a value varies."""
         for (names, pairs), line in self._routes.items():
-            if line != call.line and not set(names).isdisjoint(varying_axes):
+            varies = not set(names).isdisjoint(varying_axes)
+            if varies and line != call.line:
                 yield names, pairs
 
     def propose(self, call: Call) -> list[Repair]:
         """The repairs of an equation, in an order that is the same in searches with other numbers."""
+        if call.key not in self._proposals:
+            self._proposals[call.key] = list(propose_repairs(self.make_bench(call)))
+        return self._proposals[call.key]
+
+    def make_bench(self, call: Call) -> Bench:
+        """The tools for repairs of an equation, with the numbers of this search."""
         record = self.record
         readable = record.readable.get(id(call.equation), ())
-        repairs = propose_repairs(
-            self.field, call, readable, self.sizes, record.unread, record.definitions, record.rounds
-        )
-        return list(repairs)
+        variables = Variables(readable, record.unread, record.definitions, record.rounds)
+        return Bench(self.field, call, self.sizes, variables)
 
     # Another operand
 
@@ -359,26 +361,40 @@ class Search:
         for number, call in list_suspects(self.record, self.got).items():
             readable = self.record.readable.get(id(call.equation), ())
             candidates = [variable for variable in variables if variable in readable]
-            operands = self.record.events[number].operands
-            positions = [position for position, operand in enumerate(operands) if operand is value]
-            for position, variable in itertools.product(positions, candidates):
-                result = self._try_variable(call, position, variable)
-                if result is not None:
-                    words = f"another operand of {call.name}"
-                    return Remedy(call, number, Cost.OPERAND, words, result, behind=False)
+            for position, operand in enumerate(self.record.events[number].operands):
+                if operand is not value:
+                    continue
+                for variable in candidates:
+                    result = self._try_variable(call, position, variable)
+                    if result is not None:
+                        words = f"another operand of {call.name}"
+                        return Remedy(call, number, Cost.OPERAND, words, result, behind=False)
         return None
 
     def _try_variable(self, call: Call, position: int, variable: Any) -> Operand | None:
         """The value of an equation that reads `variable` as an operand, if that makes the result right; else None."""
 
-        def make_changes(search: Search) -> dict[Any, EquationChange]:
-            bench = Bench(search.field, call, search.sizes)
-            return {call.key: read_instead(bench, position, variable)}
+        def make_changes(search: Search) -> _Changes:
+            return {call.key: read_instead(search.make_bench(call), position, variable)}
 
         result = self.try_changes(make_changes(self))
         if result is None or not self._is_confirmed(make_changes):
             return None
         return result
+
+
+def _find_routes(record: Record) -> dict[Any, str]:
+    """The axes and pairs of a program's ppermutes, with the line of the first ppermute of each.
+
+    Worked example: a ring of two devices on line 5. {(("data",), ((0, 1), (1, 0))): "kernel.py:5"}.
+    """
+    routes: dict[Any, str] = {}
+    for event in record.events:
+        call = event.call
+        if kind_of(call.equation) == "ppermute":
+            route = mesh_axes(call.equation), tuple(call.equation.params["perm"])
+            routes.setdefault(route, call.line)
+    return routes
 
 
 def _list_sizes(record: Record) -> list[int]:
@@ -390,26 +406,22 @@ def _list_sizes(record: Record) -> list[int]:
     return sorted(sizes - {0, 1})[:6]
 
 
-def _make_changes(
-    search: Search, calls: Sequence[Call], changes: Sequence[EquationChange], positions: Sequence[int], first: Search
-) -> dict[Any, EquationChange]:
-    """The changes of some equations, by their keys.
+def _make_changes(search: Search, calls: Sequence[Call], positions: Sequence[int]) -> _Changes:
+    """The changes of some equations by the repairs at these positions in their lists.
 
-    A change computes with the numbers of the search that made it. A search with other numbers makes its own: the
-    repairs at the same positions in the lists of the same equations.
+    A change computes with the numbers of the search that made it. A search with other numbers makes its own, and lists
+    them in the same order.
     """
-    if search is not first:
-        changes = []
-        for call, position in zip(calls, positions, strict=True):
-            changes.append(search.propose(call)[position].change)
-    keys = [call.key for call in calls]
-    return dict(zip(keys, changes, strict=True))
+    changes: dict[Any, EquationChange] = {}
+    for call, position in zip(calls, positions, strict=True):
+        changes[call.key] = search.propose(call)[position].change
+    return changes
 
 
-def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> dict[Any, EquationChange]:
+def _make_travel(search: Search, calls: Sequence[Call], travel: Travel) -> _Changes:
     """The changes of an operand that travels: in each equation of an unrolled loop it has gone one device further."""
     changes: dict[Any, EquationChange] = {}
     for round_number, call in enumerate(calls):
-        bench = Bench(search.field, call, search.sizes)
+        bench = search.make_bench(call)
         changes[call.key] = replace(travel, bench=bench).in_round(round_number)
     return changes

@@ -27,6 +27,8 @@ from shardkit.testing.exact.rules.operands import Operand
 _WITHIN, _IN_TUPLE, _TOGETHER = 0.25, 0.25, 1.0
 # And how much likelier a mistake is where an integer follows from the index of a device.
 _OF_DEVICE = 0.5
+# How often a round of a loop may have the same equation on one line.
+_PER_ROUND = (1, 2, 3)
 
 
 class Suspects(NamedTuple):
@@ -61,27 +63,32 @@ def rank_suspects(record: Record, suspects: Mapping[int, Call]) -> Iterator[Susp
     loops = _guess_loops(suspects)
     for numbers in _group_suspects(suspects):
         calls = [suspects[number] for number in numbers]
-        doubt = _WITHIN if calls[0].around else 0.0
-        # A correction of a line corrects all rounds of its loop: that is as likely as a mistake in one round.
+        first = calls[0]
+        doubt = _WITHIN if first.around else 0.0
+        # A correction of a line corrects all rounds of its loop: that is as likely as a mistake in one round. Where no
+        # loop is known, equations of one line hardly have the same mistake.
         if len(numbers) > 1 and len(numbers) not in loops:
-            belong_together = kind_of(calls[0].equation) is not None
-            doubt += _IN_TUPLE if belong_together else _TOGETHER
-        if numbers[0] in behind_index and not isinstance(calls[0].results[0], Exact):
+            is_collective = kind_of(first.equation) is not None
+            doubt += _IN_TUPLE if is_collective else _TOGETHER
+        if numbers[0] in behind_index and not isinstance(first.results[0], Exact):
             doubt -= _OF_DEVICE
         yield Suspects(numbers, calls, doubt)
 
 
 def _guess_loops(suspects: Mapping[int, Call]) -> set[int]:
-    """The numbers of rounds that unrolled loops may have: so often several lines have the same equation."""
+    """The numbers of rounds that unrolled loops may have: so often several lines have the same equation.
+
+    Worked example: line 3 has a ppermute four times, line 4 a dot_general four times and an add twice. Line 3 may be
+    four rounds, or two of two ppermutes; line 4 four or two. Both numbers stand on two lines: {2, 4}.
+    """
     counts = Counter((call.line, call.name) for call in suspects.values())
     rounds: set[tuple[str, int]] = set()
     for (line, _), count in counts.items():
-        # A round may have an equation once, twice or three times.
-        for per_round in (1, 2, 3):
+        for per_round in _PER_ROUND:
             if count % per_round == 0:
                 rounds.add((line, count // per_round))
     lines = Counter(count for _, count in rounds)
-    return {count for count, often in lines.items() if count > 1 and often > 1}
+    return {count for count, line_count in lines.items() if count > 1 and line_count > 1}
 
 
 def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
@@ -94,15 +101,15 @@ def _group_suspects(suspects: Mapping[int, Call]) -> Iterator[list[int]]:
     """
     for number in suspects:
         yield [number]
-    rounds = list(_find_alike(suspects).values())
+    rounds = _find_alike(suspects)
     for numbers in rounds:
         yield from _split_rounds(numbers)
-    for numbers in _find_exchanged(suspects).values():
+    for numbers in _find_exchanged(suspects):
         if len(numbers) > 1 and numbers not in rounds:
             yield numbers
 
 
-def _find_alike(suspects: Mapping[int, Call]) -> dict[Any, list[int]]:
+def _find_alike(suspects: Mapping[int, Call]) -> list[list[int]]:
     """The equations of a line that have the same primitive and types, as those of the rounds of an unrolled loop.
 
     The types tell equations of a round apart: `a[:, None] == b[None]` makes a row and a column. So does the call around
@@ -115,7 +122,7 @@ def _find_alike(suspects: Mapping[int, Call]) -> dict[Any, list[int]]:
             types.append((getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)))
         kind = call.line, call.around, call.name, len(call.operands), *types
         alike.setdefault(kind, []).append(number)
-    return alike
+    return list(alike.values())
 
 
 def _split_rounds(numbers: list[int]) -> Iterator[list[int]]:
@@ -123,19 +130,20 @@ def _split_rounds(numbers: list[int]) -> Iterator[list[int]]:
 
     Worked example: [0, 1, 2, 3] is four rounds, or the rounds [0, 2] of a first equation and [1, 3] of a second.
     """
-    for in_a_round in (1, 2, 3):
-        if len(numbers) % in_a_round == 0 and len(numbers) > in_a_round:
-            for start in range(in_a_round):
-                yield numbers[start::in_a_round]
+    for per_round in _PER_ROUND:
+        if len(numbers) % per_round == 0 and len(numbers) > per_round:
+            for start in range(per_round):
+                yield numbers[start::per_round]
 
 
-def _find_exchanged(suspects: Mapping[int, Call]) -> dict[Any, list[int]]:
+def _find_exchanged(suspects: Mapping[int, Call]) -> list[list[int]]:
     """The equations of a collective of a tuple, as of keys and values: one for each array, whatever its type."""
     exchanged: dict[Any, list[int]] = {}
     for number, call in suspects.items():
         if kind_of(call.equation):
-            exchanged.setdefault((call.line, call.around, call.name), []).append(number)
-    return exchanged
+            kind = call.line, call.around, call.name
+            exchanged.setdefault(kind, []).append(number)
+    return list(exchanged.values())
 
 
 def align_repairs(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
@@ -146,16 +154,19 @@ def align_repairs(lists: Sequence[Sequence[Repair]]) -> list[tuple[int, ...]]:
 
     Worked example: [plus 1, minus 1] and [minus 1, modulo 2] have one in common: [(1, 0)].
     """
-    columns: list[dict[Any, int]] = []
-    for repairs in lists:
-        counts: Counter[str] = Counter()
-        places: dict[Any, int] = {}
-        for position, repair in enumerate(repairs):
-            places[repair.words, counts[repair.words]] = position
-            counts[repair.words] += 1
-        columns.append(places)
+    places_of = [_number_repairs(repairs) for repairs in lists]
     aligned = []
-    for key in columns[0]:
-        if all(key in places for places in columns):
-            aligned.append(tuple(places[key] for places in columns))
+    for name in places_of[0]:
+        if all(name in places for places in places_of):
+            aligned.append(tuple(places[name] for places in places_of))
     return aligned
+
+
+def _number_repairs(repairs: Sequence[Repair]) -> dict[tuple[str, int], int]:
+    """The positions of repairs in a list, by their words and how often the same words stand before."""
+    counts: Counter[str] = Counter()
+    places: dict[tuple[str, int], int] = {}
+    for position, repair in enumerate(repairs):
+        places[repair.words, counts[repair.words]] = position
+        counts[repair.words] += 1
+    return places

@@ -373,6 +373,20 @@ def test_an_array_of_rounds_begins_one_later():
     assert "with stack of what rounds one later made, it is right" in message
 
 
+# A dim of 200 is no number of int8: that was an error of numpy in place of a message.
+@pytest.mark.check
+def test_a_dim_may_be_larger_than_an_integer():
+    def kernel(x):
+        return x + (x > 0).astype(jnp.int8).astype(x.dtype) * jnp.int8(3).astype(x.dtype)
+
+    args = (jax.ShapeDtypeStruct((400,), np.float32),)
+    layout = {"mesh": sk.abstract_mesh(a=2), "in_specs": A, "out_specs": A}
+    message = refused(
+        lambda: assert_equal_for_all_inputs(kernel, lambda x: x, args=args, grad=False, **layout), AssertionError
+    )
+    assert "with a mask that is always false in place of gt, it is right" in message
+
+
 # Without it each of hundreds of runs of a search computes all gradients before it comes to the value that is wrong.
 @pytest.mark.check
 @pytest.mark.parametrize("grad", [True, False])

@@ -566,3 +566,25 @@ def test_a_rare_branch_is_found_among_thousands_of_inputs(threshold):
         sk.testing.assert_equal_for_all_inputs(kernel, _rarely_positive, **settings)
     right = sk.testing.assert_equal_for_all_inputs(_rarely_positive, _rarely_positive, **settings)
     assert right.chance < 1e-15
+
+
+# A count is not negative, but in int8 128 of them are -128: no draw had so many, and the certificate did not say so.
+def test_a_count_in_a_narrow_integer_may_be_negative():
+    signs = np.sign(np.random.default_rng(3).normal(size=200)).astype(np.float32)
+
+    def count(x):
+        return (x * signs > 0).sum()
+
+    def kernel(x):
+        return jnp.where(count(x).astype(jnp.int8) < 0, 2 * x, x) * count(x).astype(x.dtype)
+
+    proof = sk.testing.assert_equal_for_all_inputs(
+        kernel,
+        lambda x: x * count(x).astype(x.dtype),
+        mesh=sk.abstract_mesh(d=1),
+        in_specs=P("d"),
+        out_specs=P("d"),
+        args=(jax.ShapeDtypeStruct((200,), jnp.float32),),
+        grad=False,
+    )
+    assert any(sentence.startswith("never else than false: lt at test_false_proofs.py") for sentence in proof.compared)
