@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import Axis, at_least, dim_of, member
@@ -94,8 +95,8 @@ def prefix_scan(
             "and no op."
         )
     x = jax.tree.map(lambda leaf: vary(leaf, names), x)
-    neutral = _broadcast_identity(identity, x)
-    _check_combine(combine, x)
+    neutral = broadcast_identity("prefix_scan", identity, x)
+    check_combine("prefix_scan", combine, x)
     return _scan(x, names, combine, neutral, exclusive, reverse, hides_missing=True)
 
 
@@ -169,28 +170,54 @@ def _select(condition: jax.Array, chosen: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
 
 
-def _broadcast_identity(identity: Any, x: Any) -> Any:
+def broadcast_identity(where: str, identity: Any, x: Any) -> Any:
     """The identity as arrays like those of x."""
     structure: Any = jax.tree.structure(identity)
     structure_of_x = jax.tree.structure(x)
     if structure != structure_of_x:
         raise ValueError(
-            f"prefix_scan: identity must be a pytree like x, {structure_of_x}; got {structure}. Pass a number or an "
-            "array for each leaf."
+            f"{where}: identity must be a pytree like x, {structure_of_x}; got {structure}. Pass a number or an array "
+            "for each leaf."
         )
     neutral = []
     for leaf, like in zip(jax.tree.leaves(identity), jax.tree.leaves(x), strict=True):
+        if not _fits(leaf, like):
+            raise ValueError(
+                f"{where}: a leaf of the identity must be a value of {_describe_leaf(like)}; got {leaf!r}. Pass one "
+                "that this dtype has, as a number or in a shape that broadcasts."
+            )
         neutral.append(vary_like(jnp.broadcast_to(jnp.asarray(leaf, like.dtype), like.shape), like))
     return jax.tree.unflatten(structure, neutral)
 
 
-def _check_combine(combine: Combine, x: Any) -> None:
+def _fits(leaf: Any, like: Any) -> bool:
+    """Whether a leaf of an identity broadcasts to an array, and keeps its value in that array's dtype.
+
+    For example 0.5 would be 0 among integers, and -inf an overflow.
+    """
+    try:
+        if np.broadcast_shapes(np.shape(leaf), like.shape) != tuple(like.shape):
+            return False
+    except ValueError:
+        return False
+    if isinstance(leaf, jax.core.Tracer):
+        return bool(leaf.dtype == like.dtype)
+    value = np.asarray(leaf)
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        return bool(jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
+    if not np.isfinite(value.astype(np.float64)).all():
+        return False
+    with np.errstate(all="ignore"):
+        return bool((value.astype(like.dtype) == value).all())
+
+
+def check_combine(where: str, combine: Combine, x: Any) -> None:
     """Refuses a function whose result could not be combined again."""
     expected = jax.tree.map(_describe_leaf, x)
     actual = jax.tree.map(_describe_leaf, eval_shape(combine, x, x))
     if actual != expected:
         raise TypeError(
-            f"prefix_scan: combine must return a pytree like its arguments, {expected}; got {actual}. Return the same "
+            f"{where}: combine must return a pytree like its arguments, {expected}; got {actual}. Return the same "
             "shapes and dtypes."
         )
 

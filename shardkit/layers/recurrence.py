@@ -71,9 +71,11 @@ def linear_recurrence(
     Models by their arguments, `beta` being [b, t, H, 1]:
 
     - linear attention: q, k, v alone;
-    - Mamba-2, retention: log_decay [b, t, H];
+    - Mamba-2, with its C, B, x, dt and A: `C, B, dt * x` in place of q, k, v, with B and C repeated for each head of a
+      group, and log_decay dt * A, [b, t, H]; retention: log_decay [b, t, H];
     - gated linear attention: log_decay [b, t, H, K];
-    - RWKV-6: log_decay [b, t, H, K] and bonus_HK; RWKV-7: log_decay and erase;
+    - RWKV-6: log_decay [b, t, H, K] and bonus_HK; RWKV-7, with its kappa and a: log_decay [b, t, H, K] and
+      erase=(kappa * a, kappa);
     - DeltaNet: `k * beta` in place of k, and erase=(k * beta, k); gated: log_decay [b, t, H], and
       erase=(jnp.exp(log_decay)[..., None] * k * beta, k).
 
@@ -92,9 +94,11 @@ def linear_recurrence(
             memory grow with it, and 16 is a good choice.
 
     Returns:
-        Array of the shape of v_btHV and of its dtype. States are float32.
+        Array of the shape of v_btHV and of its dtype. States are float32; what is not multiplied into a state is
+            multiplied in jax's default precision.
 
     Raises:
+        TypeError: an `erase` that is no pair.
         ValueError: an unbound axis, axes in another order than the plan's, or inconsistent shapes.
 
     Cost: forward s b H K (K + V) floats with erase, else s b H (K V + K) or s b H (K V + 1), in
@@ -144,6 +148,11 @@ def _check_shapes(
     if log_decay is not None:
         arrays["log_decay"] = (log_decay, "btHK"[: max(3, log_decay.ndim)])
     if erase is not None:
+        if not isinstance(erase, tuple | list) or len(erase) != 2 or any(x is None for x in erase):
+            raise TypeError(
+                f"linear_recurrence: erase must be a pair (a, b) of arrays [b, t, H, K]; got {type(erase).__name__}. "
+                "Pass erase=(a, b)."
+            )
         a, b = erase
         arrays |= {"erase[0]": (a, "btHK"), "erase[1]": (b, "btHK")}
     if bonus is not None:
@@ -151,6 +160,8 @@ def _check_shapes(
     if segments is not None:
         arrays["segments"] = (segments, "bt")
     shapes("linear_recurrence", **arrays)
+    if not q.shape[1]:
+        raise ValueError("linear_recurrence: there must be at least one token; got none. Pass q with t of 1 or more.")
 
 
 def _find_begins(segments_bt: jax.Array | None, q: jax.Array, names: tuple[str, ...], count: int) -> jax.Array:
@@ -234,9 +245,7 @@ def _join_chunks(y: jax.Array, like: jax.Array) -> jax.Array:
 # S_2 = 1/4 S_0 + 1/2 * 4 + 6, that is keep = 1/4 and add = 8.
 def _summarize_chunks(tokens: _Tokens, bonus_HK: jax.Array | None) -> tuple[jax.Array, jax.Array, _Change]:
     """What each chunk reads of the state before it, [.., C, K], and of its own tokens, [.., C, V], and its change."""
-    after = jnp.cumsum(tokens.log_decay, -2)  # G_i
-    before = after - tokens.log_decay  # G_{i-1}
-    last = after[..., -1:, :]
+    decays = _sum_decays(tokens.log_decay)
     of_chunk_before = tokens.document == 0  # [.., C]: no document has begun
     same = tokens.document[..., :, None] == tokens.document[..., None, :]
     earlier = jnp.tril(same, -1)
@@ -244,35 +253,36 @@ def _summarize_chunks(tokens: _Tokens, bonus_HK: jax.Array | None) -> tuple[jax.
     in_last = tokens.document == tokens.document[..., -1:]  # whose values remain at the end
 
     # Whether y reads the state after its token, or before it.
-    read_decay, read_mask = after, up_to
+    since_start, between, read_mask = decays.to_token, decays.between, up_to
     if bonus_HK is not None:
-        read_decay, read_mask = before, earlier
-    reads = _decay_rows(tokens.q, read_decay, of_chunk_before)
-    values = _contract(tokens.q, tokens.k, read_decay, after, read_mask) @ tokens.v
+        since_start, between, read_mask = decays.before_token, decays.between_before, earlier
+    reads = _decay_rows(tokens.q, since_start, of_chunk_before)
+    values = _contract(tokens.q, tokens.k, between, read_mask) @ tokens.v
     if bonus_HK is not None:
         bonus = bonus_HK.astype(jnp.float32)[None, :, None, None, :]
         own = (tokens.q * bonus * tokens.k).sum(-1, keepdims=True)
         values = values + own * tokens.v
+    last = decays.to_token[..., -1:, :]
     keep = _transpose(_decay_rows(jnp.ones_like(last), last, of_chunk_before[..., -1:]))
-    add = _transpose(_decay_rows(tokens.k, last - after, in_last)) @ tokens.v
+    add = _transpose(_decay_rows(tokens.k, decays.to_end, in_last)) @ tokens.v
     if tokens.erase is None:
         return reads, values, _Change(keep, add)
 
     a, b = tokens.erase
     width = tokens.k.shape[-1]
-    system = _contract(b, a, before, after, earlier)  # without the ones of its diagonal
+    system = _contract(b, a, decays.between_before, earlier)  # without the ones of its diagonal
     right_side = jnp.concatenate(
         [
-            _decay_rows(b, before, of_chunk_before),
-            _contract(b, tokens.k, before, after, earlier) @ tokens.v,
+            _decay_rows(b, decays.before_token, of_chunk_before),
+            _contract(b, tokens.k, decays.between_before, earlier) @ tokens.v,
         ],
         -1,
     )
     u = _invert_unit_triangle(system) @ right_side
     u_matrix, u_sum = u[..., :width], u[..., width:]
-    read_erased = _contract(tokens.q, a, read_decay, after, read_mask)
-    end_erased = _transpose(_decay_rows(a, last - after, in_last))
-    diagonal = keep * jnp.eye(width)[None, None, None]
+    read_erased = _contract(tokens.q, a, between, read_mask)
+    end_erased = _transpose(_decay_rows(a, decays.to_end, in_last))
+    diagonal = keep * jnp.eye(width, dtype=jnp.float32)[None, None, None]
     change = _Change(diagonal - end_erased @ u_matrix, add - end_erased @ u_sum)
     return reads - read_erased @ u_matrix, values - read_erased @ u_sum, change
 
@@ -297,7 +307,8 @@ def _invert_unit_triangle(lower: jax.Array) -> jax.Array:
         below = jnp.moveaxis(jnp.diagonal(parts[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
         upper, last = inverses[..., 0::2, :, :], inverses[..., 1::2, :, :]
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], -1)
-        bottom = jnp.concatenate([-(last @ below @ upper), last], -1)
+        corner = _multiply_exactly(_multiply_exactly(last, below), upper)
+        bottom = jnp.concatenate([-corner, last], -1)
         inverses = jnp.concatenate([top, bottom], -2)
         block *= 2
     return inverses[..., 0, :, :]
@@ -312,15 +323,41 @@ def _decay_rows(x: jax.Array, log_decay: jax.Array, mask: jax.Array) -> jax.Arra
     return jnp.where(mask[..., None], x * jnp.exp(log_decay), 0.0)
 
 
-def _contract(x: jax.Array, y: jax.Array, x_decay: jax.Array, y_decay: jax.Array, mask: jax.Array) -> jax.Array:
-    """The products of rows i of x and j of y where the mask [.., C, C] is True, with the decay between them.
+class _Decays(NamedTuple):
+    """Sums of log_decay within a chunk, over the tokens from one to another: [.., C, D], and [.., C, C, D] for pairs.
 
-    The difference of two running sums is at most 0. Each alone may be so small that its exp is 0, or infinite if it is
-    divided by.
+    Each is a sum of its own tokens alone, and no difference of running sums: after a log_decay of -1e30, which is how a
+    model forgets everything, a difference would have lost the tokens beside it, and of -inf it would be NaN.
+
+    Worked example: for log_decay 1, 2, 4 `to_token` is 1, 3, 7, `before_token` 0, 1, 3, and `to_end` 6, 4, 0. In
+    `between` the pair of tokens 2 and 0 has 2 + 4; in `between_before`, to the token before it, 2.
     """
-    differences = x_decay[..., :, None, :] - y_decay[..., None, :, :]
-    # Where the mask is False j may come after i, and the difference be large.
-    decay = jnp.exp(jnp.where(mask[..., None], differences, 0.0))
+
+    to_token: jax.Array  # from the begin of the chunk
+    before_token: jax.Array  # without the token itself
+    to_end: jax.Array  # after the token
+    between: jax.Array  # of tokens i and j: after j, up to i; 0 where j is not before i
+    between_before: jax.Array  # after j, up to i - 1
+
+
+def _sum_decays(log_decay: jax.Array) -> _Decays:
+    to_token = jnp.cumsum(log_decay, -2)
+    first = jnp.zeros_like(log_decay[..., :1, :])
+    before_token = jnp.concatenate([first, to_token[..., :-1, :]], -2)
+    from_token = lax.cumsum(log_decay, log_decay.ndim - 2, reverse=True)
+    to_end = jnp.concatenate([from_token[..., 1:, :], first], -2)
+    size = log_decay.shape[-2]
+    is_after = jnp.tril(jnp.ones((size, size), bool), -1)
+    is_after = is_after.reshape((1,) * (log_decay.ndim - 2) + (size, size, 1))
+    terms = jnp.where(is_after, log_decay[..., :, None, :], 0.0)
+    between = jnp.cumsum(terms, -3)
+    between_before = jnp.concatenate([jnp.zeros_like(between[..., :1, :, :]), between[..., :-1, :, :]], -3)
+    return _Decays(to_token, before_token, to_end, between, between_before)
+
+
+def _contract(x: jax.Array, y: jax.Array, between: jax.Array, mask: jax.Array) -> jax.Array:
+    """The products of rows i of x and j of y where the mask [.., C, C] is True, with the decay between them."""
+    decay = jnp.exp(between)
     if decay.shape[-1] == 1:  # one number a head: a plain matmul
         products = (x @ _transpose(y)) * decay[..., 0]
     else:
@@ -336,7 +373,12 @@ def _apply(change: _Change, state: jax.Array) -> jax.Array:
 def _multiply_keep(keep: jax.Array, x: jax.Array) -> jax.Array:
     if keep.shape[-1] == 1:
         return keep * x
-    return keep @ x
+    return _multiply_exactly(keep, x)
+
+
+def _multiply_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A matmul in float32: by default TPUs and some GPUs round its operands, and a state passes through many."""
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 def _follow(earlier: _Change, later: _Change) -> _Change:
@@ -361,7 +403,7 @@ def _find_first_state(changes: _Change, names: tuple[str, ...]) -> jax.Array:
     rows, columns = own_change.keep.shape[-2:]
     keep_all = jnp.ones((rows, 1), jnp.float32)
     if columns > 1:
-        keep_all = jnp.eye(rows)
+        keep_all = jnp.eye(rows, dtype=jnp.float32)
     earlier = prefix_scan(own_change, names, _follow, _Change(keep_all, jnp.float32(0)), exclusive=True)
     return earlier.add
 

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from shardkit._arguments.checks import quote
 from shardkit._arguments.typed import Arrays, typed
+from shardkit.collectives.shapes import broadcast_identity, check_combine
 from shardkit.meshes.mesh import abstract_mesh
 from shardkit.testing.exact.certificate import Equality
 from shardkit.testing.exact.equality import assert_equal_for_all_inputs
 
 _ATTEMPTS = 20  # draws, of which one shows a difference
+_TRIPLES = 8  # of integers and booleans, for each of which the floats are proved
 
 
 @typed
@@ -25,20 +28,25 @@ def assert_associative(combine: Callable[[Any, Any], Any], identity: Arrays, x: 
     A scan of devices combines values in another order than a loop does: over 4 devices (a b)(c d) instead of
     ((a b) c) d. If these differ, the result depends on the number of devices.
 
+    A proof is for all floats. Integers and booleans keep their values in one, so that it is made for eight triples of
+    them; of single booleans these are all.
+
     Args:
         combine: `combine(earlier, later)` of two pytrees like x.
         identity: as for `prefix_scan`.
-        x: a pytree of arrays or ShapeDtypeStructs: the shapes to prove it for. Small shapes prove as much.
+        x: a pytree of arrays or ShapeDtypeStructs, floats among them: the shapes to prove it for. Small shapes prove as
+            much.
 
     Returns:
-        The proof; print it.
+        The proof, the last one of several; print it.
 
     Raises:
         AssertionError: a difference. The message has numbers a, b and c for which the two orders differ, where a few
             draws show one.
-        ValueError: no verdict, as from `assert_equal_for_all_inputs`.
+        TypeError: a `combine` that returns another tree, shape or dtype.
+        ValueError: no verdict, as from `assert_equal_for_all_inputs`; an x without floats, or an identity unlike x.
 
-    Cost: a second on the host.
+    Cost: a second on the host, or a few with integers.
 
     Example:
         >>> def follow(earlier, later):
@@ -51,7 +59,17 @@ def assert_associative(combine: Callable[[Any, Any], Any], identity: Arrays, x: 
         Traceback (most recent call last):
         AssertionError: assert_associative: combine must be associative: of a=[3.], b=[1.], c=[1.] ...
     """
-    neutral = jax.tree.map(lambda leaf, like: jnp.broadcast_to(jnp.asarray(leaf, like.dtype), like.shape), identity, x)
+    where = "assert_associative"
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), x)
+    check_combine(where, combine, x)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+    neutral = broadcast_identity(where, identity, zeros)
+    are_floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x)]
+    if not any(are_floats):
+        raise ValueError(
+            f"{where}: x must have an array of floats, for all of which a proof holds; got "
+            f"{quote(str(leaf.dtype) for leaf in jax.tree.leaves(x))}. Compare integers that you draw."
+        )
 
     def combine_left(a: Any, b: Any, c: Any) -> Any:
         return combine(combine(a, b), c), combine(neutral, a), combine(a, neutral)
@@ -59,18 +77,42 @@ def assert_associative(combine: Callable[[Any, Any], Any], identity: Arrays, x: 
     def combine_right(a: Any, b: Any, c: Any) -> Any:
         return combine(a, combine(b, c)), a, a
 
-    try:
-        return assert_equal_for_all_inputs(
-            combine_left,
-            combine_right,
-            mesh=abstract_mesh(device=1),
-            in_specs=P(),
-            out_specs=P(),
-            args=(x, x, x),
-            grad=False,
-        )
-    except AssertionError as error:
-        raise AssertionError(_describe_difference(combine_left, combine_right, x)) from error
+    triples = 1 if all(are_floats) else _TRIPLES
+    for number in range(triples):
+        args = tuple(_draw_integers(x, number, place) for place in range(3))
+        try:
+            proof = assert_equal_for_all_inputs(
+                combine_left,
+                combine_right,
+                mesh=abstract_mesh(device=1),
+                in_specs=P(),
+                out_specs=P(),
+                args=args,
+                grad=False,
+            )
+        except AssertionError as error:
+            raise AssertionError(_describe_difference(combine_left, combine_right, x)) from error
+    return proof
+
+
+def _draw_integers(x: Any, number: int, place: int) -> Any:
+    """The arguments of one proof: integers and booleans as values, floats as unknowns.
+
+    Worked example: a single boolean of a, b and c, `place` 0, 1 and 2, has the bits of `number` 0 to 7: all eight
+    triples.
+    """
+    generator = np.random.default_rng([number, place])
+
+    def draw(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        if leaf.dtype != bool:
+            return _draw(generator, leaf)
+        bits = generator.integers(0, 2, leaf.shape).astype(bool)
+        bits.reshape(-1)[:1] = bool(number >> place & 1)
+        return bits
+
+    return jax.tree.map(draw, x)
 
 
 def _describe_difference(combine_left: Callable[..., Any], combine_right: Callable[..., Any], x: Any) -> str:
@@ -103,7 +145,8 @@ def _describe_difference(combine_left: Callable[..., Any], combine_right: Callab
 
 def _draw(generator: np.random.Generator, like: Any) -> np.ndarray:
     """Small whole numbers, which a reader can check."""
-    return generator.integers(-2, 4, like.shape).astype(like.dtype)
+    lowest = 0 if jnp.issubdtype(like.dtype, jnp.unsignedinteger) or like.dtype == bool else -2
+    return generator.integers(lowest, 4, like.shape).astype(like.dtype)
 
 
 def _are_near(left: Any, right: Any) -> bool:

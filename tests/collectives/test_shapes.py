@@ -124,6 +124,13 @@ def test_refused_scans(message, options):
         on_devices(lambda x, axis: sk.collectives.prefix_scan({"a": x, "b": x}, axis, **options)["a"], x)
 
 
+@pytest.mark.parametrize("identity", [0.5, -np.inf, -(2**40), np.zeros(2)])
+def test_an_identity_that_the_dtype_has_not_is_refused(identity):
+    x = np.ones((2, 1), np.int32)
+    with pytest.raises(ValueError, match=r"^prefix_scan: a leaf of the identity must be a value of int32\[1\]; got "):
+        on_devices(lambda x, axis: sk.collectives.prefix_scan(x, axis, jnp.maximum, identity, exclusive=True), x)
+
+
 def test_a_combine_of_other_shapes_is_refused():
     x = np.ones((2, 3), np.float32)
     with type_error(

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.layers import recurrence
 from shardkit.testing.exact import program_pair
-from support.refusals import value_error
+from support.refusals import type_error, value_error
 
 TOKENS = P(None, "context")
 
@@ -189,6 +189,27 @@ def test_strong_decays_are_no_nan():
     assert np.isfinite(grads).all()
 
 
+@pytest.mark.parametrize("lowest", [-1e30, -np.inf])
+@pytest.mark.parametrize("model", ["mamba-2", "all options", "gated deltanet"])
+def test_a_token_that_forgets_everything_leaves_its_neighbors_as_they_are(model, lowest):
+    """As models reset a state. A difference of two running sums would lose the decays beside it, or be NaN."""
+    arrays, options, segments = draw(model, 1, 12, 1, 2, 2)
+    options["log_decay"] = options["log_decay"].at[:, 5].set(lowest)
+    got = sk.layers.linear_recurrence(*arrays, None, **options, segments_bt=0 * segments, chunk=16)
+    np.testing.assert_allclose(got, run_token_by_token(*arrays, **options), atol=1e-4)
+    loss = lambda decay: sk.layers.linear_recurrence(*arrays, None, **options | {"log_decay": decay}, chunk=16).sum()  # noqa: E731
+    assert np.isfinite(jax.grad(loss)(options["log_decay"])).all()
+
+
+def test_with_64_bits():
+    arrays, options, _ = draw("gated deltanet", 1, 8, 1, 2, 2)
+    with jax.enable_x64(True):
+        small = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, options))
+        run = over_context(sk.make_mesh(jax.devices()[:2], context=2), "gated deltanet", chunk=2)
+        y = run(*small[0], small[1], jnp.zeros((1, 8), jnp.int32))
+    np.testing.assert_allclose(y, run_token_by_token(*arrays, **options), atol=1e-4)
+
+
 def test_half_precision_keeps_float32_states():
     arrays, options, segments = draw("mamba-2", 1, 64, 2, 4, 4)
     small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (arrays, options))
@@ -233,6 +254,12 @@ def test_one_device_and_refusals():
     y = sk.layers.linear_recurrence(*arrays, None, **options, segments_bt=segments, chunk=4)
     np.testing.assert_allclose(y, run_token_by_token(*arrays, **options, segments_bt=segments), atol=1e-4)
     q, k, v = arrays
+    with type_error(
+        "linear_recurrence: erase must be a pair (a, b) of arrays [b, t, H, K]; got tuple. Pass erase=(a, b)."
+    ):
+        sk.layers.linear_recurrence(q, k, v, None, erase=(q, q, q))
+    with value_error("linear_recurrence: there must be at least one token; got none. Pass q with t of 1 or more."):
+        sk.layers.linear_recurrence(q[:, :0], k[:, :0], v[:, :0], None)
     for options, message in REFUSED:
         with value_error(f"linear_recurrence: {message}"):
             sk.layers.linear_recurrence(q, k, v, None, **options)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardkit as sk
+from support.refusals import type_error, value_error
 
 ONE = jnp.ones(1)
 MATRICES = {"keep": jnp.ones((2, 2)), "add": jnp.ones((2, 3))}
@@ -77,6 +78,46 @@ def test_refuted_with_numbers(name):
     with pytest.raises(AssertionError) as error:
         sk.testing.assert_associative(*arguments)
     assert str(error.value).startswith(f"assert_associative: {message}")
+
+
+FLAG = (ONE, jnp.zeros(1, bool))
+NUMBER = (ONE, jnp.zeros(1, int))
+
+
+def add_segments(a, b):
+    """Sums that begin anew where a flag is set."""
+    return jnp.where(b[1], b[0], a[0] + b[0]), a[1] | b[1]
+
+
+def test_integers_beside_floats():
+    """One value for all three would hide each of these; of flags, a set one after one that is not shows the mistake."""
+    sk.testing.assert_associative(add_segments, (0.0, False), FLAG)
+    sk.testing.assert_associative(lambda a, b: (a[0] + b[0], a[1] + b[1]), (0.0, 0), NUMBER)
+    for combine, identity, x in (
+        (lambda a, b: (a[0] + b[0], a[1] - b[1]), (0.0, 0), NUMBER),
+        (lambda a, b: (a[0] + b[0], jnp.minimum(a[1], b[1])), (0.0, 2), NUMBER),
+        (lambda a, b: (jnp.where(b[1], 2 * b[0] - a[0], a[0] + b[0]), a[1] | b[1]), (0.0, False), FLAG),
+    ):
+        with pytest.raises(AssertionError, match="assert_associative: "):
+            sk.testing.assert_associative(combine, identity, x)
+
+
+def test_refusals():
+    with value_error(
+        "assert_associative: x must have an array of floats, for all of which a proof holds; got 'int32'. Compare "
+        "integers that you draw."
+    ):
+        sk.testing.assert_associative(lambda a, b: a + b, 0, jnp.zeros(1, jnp.int32))
+    with type_error(
+        "assert_associative: combine must return a pytree like its arguments, float32[3]; got float32[]. Return the "
+        "same shapes and dtypes."
+    ):
+        sk.testing.assert_associative(lambda a, b: jnp.sum(a + b), 0.0, jnp.ones(3))
+    with value_error(
+        "assert_associative: a leaf of the identity must be a value of int32[1]; got 0.5. Pass one that this dtype "
+        "has, as a number or in a shape that broadcasts."
+    ):
+        sk.testing.assert_associative(lambda a, b: (a[0], a[1]), (0.0, 0.5), NUMBER)
 
 
 def test_a_difference_that_few_numbers_show():
