@@ -15,7 +15,7 @@ from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.join import finish, initialize, is_main, leave, log
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 from shardkit.runtime.data.arrays import from_full, from_process_local, from_single_device, local_rows
-from shardkit.runtime.data.loader import loader, prefetch_to_device
+from shardkit.runtime.data.loader import loader
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate
 from shardkit.runtime.drift import assert_no_drift, replica_drift
 from shardkit.runtime.triage import nonfinite, triage
@@ -23,7 +23,7 @@ from shardkit.runtime.weights.load import load_params
 
 if TYPE_CHECKING:
     from shardkit.jobs.monitor.guard import Deadlines, guard
-    from shardkit.runtime.checkpoint.laws import restores_elsewhere
+    from shardkit.runtime.checkpoint.laws import restores_elsewhere as restores_elsewhere
 
 __all__ = [
     "PREEMPTED",
@@ -48,11 +48,9 @@ __all__ = [
     "log",
     "nonfinite",
     "preempted",
-    "prefetch_to_device",
     "print_global",
     "replica_drift",
     "replicate",
-    "restores_elsewhere",
     "triage",
     "watch_preemption",
 ]

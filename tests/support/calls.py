@@ -293,7 +293,6 @@ def builders():
         (runtime.nonfinite, {"tree": laid}),
         (runtime.triage, {"grad_fn": grad_fn, "mesh": mesh, "plan": plan}),
         (runtime.loader, {"source": [np.ones(4)] * 8, "batch": 4, "seed": 0, "mesh": mesh, "spec": P("data")}),
-        (runtime.prefetch_to_device, {"batches": []}),
         (runtime.load_params, {"path": path / "run", "like": {"w": laid}}),
         (runtime.Checkpoints, {"directory": path / str(next(fresh))}),
         (runtime.preempted, {"step": 1}),

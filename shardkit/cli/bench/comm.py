@@ -30,8 +30,8 @@ class Options(Output):
     mesh: Sizes
     """Axes and sizes, such as data=8 or data=2 model=4. Without an accelerator, CPU devices are simulated."""
     op: Words = ()
-    """Operations, by default all: all_reduce, all_gather, reduce_scatter, all_to_all, ragged_all_to_all (rows by Zipf's
-    law), broadcast, shift, gather_to_one, prefix_scan, halo_exchange."""
+    """Operations, by default all: all_reduce, all_gather, reduce_scatter, all_to_all, ragged_all_to_all, broadcast,
+    shift, gather_to_one, prefix_scan, halo_exchange. The ragged one has rows by Zipf's law."""
     impl: Words = ()
     """Implementations, by default lax and ring: lax, ring, bidirectional, hierarchical, two_step, deterministic,
     leaves, bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2,

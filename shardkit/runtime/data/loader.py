@@ -206,8 +206,9 @@ def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
         ValueError: a negative `n`, on the first `next`.
 
     Example:
+        >>> from shardkit.runtime.data.loader import prefetch_to_device
         >>> batches = (sk.runtime.from_full(np.full(8, i), mesh, P("data")) for i in range(3))
-        >>> [int(batch.sum()) for batch in sk.runtime.prefetch_to_device(batches)]
+        >>> [int(batch.sum()) for batch in prefetch_to_device(batches)]
         [0, 8, 16]
     """
     at_least("prefetch_to_device", 0, n=n)
