@@ -137,7 +137,8 @@ def prefix_scan(
         if op == "sum":
             blocks = [_count_bools(block, xp) for block in blocks]
         combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
-        identity = xp.full_like(blocks[0], _neutral_element(op, blocks[0].dtype))
+        if exclusive:
+            identity = xp.full_like(blocks[0], _neutral_element(op, blocks[0].dtype))
     # accumulate gives the running results: of blocks 1, 2, 3 and a sum these are 1, 3, 6.
     if not reverse:
         results = list(itertools.accumulate(blocks, combine))
