@@ -85,7 +85,7 @@ def prefix_scan(
     if combine is None:
         if identity is not None:
             raise ValueError("prefix_scan: identity must go with combine; got none. Pass combine too.")
-        return jax.tree.map(lambda leaf: _scan_leaf(leaf, names, op, exclusive, reverse), x)
+        return _scan_by_name(x, names, op, exclusive, reverse)
     if identity is None or op != "sum":
         got = "no identity"
         if op != "sum":
@@ -100,16 +100,23 @@ def prefix_scan(
     return _scan(x, names, combine, neutral, exclusive, reverse, hides_missing=True)
 
 
-def _scan_leaf(leaf: jax.Array, names: tuple[str, ...], op: str, exclusive: bool, reverse: bool) -> jax.Array:
-    """The scan of one array by a named operation."""
+def _scan_by_name(x: Any, names: tuple[str, ...], op: str, exclusive: bool, reverse: bool) -> Any:
+    """The scan of a pytree by a named operation, leaf by leaf."""
+
+    def combine(earlier: Any, later: Any) -> Any:
+        return jax.tree.map(_COMBINE[op], earlier, later)
+
+    def make_neutral(leaf: jax.Array) -> jax.Array:
+        return vary(jnp.full_like(leaf, _find_neutral_value(op, leaf.dtype)), names)
+
     if op == "sum":
-        leaf = as_numbers(leaf)
-    leaf = vary(leaf, names)
+        x = jax.tree.map(as_numbers, x)
+    x = jax.tree.map(lambda leaf: vary(leaf, names), x)
     neutral = None
     if exclusive:
-        neutral = vary(jnp.full_like(leaf, _find_neutral_value(op, leaf.dtype)), names)
+        neutral = jax.tree.map(make_neutral, x)
     # What arrives where no device sends is zeros, which no sum, max or min turns into NaN.
-    return _scan(leaf, names, _COMBINE[op], neutral, exclusive, reverse, hides_missing=False)
+    return _scan(x, names, combine, neutral, exclusive, reverse, hides_missing=False)
 
 
 def _scan(

@@ -233,8 +233,8 @@ def _join_chunks(y: jax.Array, like: jax.Array) -> jax.Array:
 #
 #   S_i = D(i, 0) S_0 + sum over j <= i of D(i, j) (k_j v_j - a_j u_j),     u_j = b_j S_{j-1},
 #
-# where D(i, j) is the decay between tokens j and i, exp(G_i - G_j) with the running sum G of log_decay. The u_j are the
-# solution of a triangular system of equations, which puts the same into u_j:
+# where D(i, j) is the decay of the tokens after j up to i (`_Decays`). The u_j are the solution of a triangular system
+# of equations, which puts the same into u_j:
 #
 #   u_i + sum over j < i of (b_i D(i-1, j) a_j) u_j = b_i D(i-1, 0) S_0 + sum over j < i of (b_i D(i-1, j) k_j) v_j
 #
