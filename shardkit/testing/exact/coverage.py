@@ -153,15 +153,21 @@ class Coverage:
             self.coincidences[line] = equation.primitive.name
 
     def note_integers(
-        self, field: Field, equation: Any, line: str, truth: np.ndarray, operands: Sequence[np.ndarray]
+        self,
+        field: Field,
+        equation: Any,
+        line: str,
+        truth: np.ndarray,
+        operands: Sequence[np.ndarray],
+        part: str = "",
     ) -> None:
         """Notes the outcomes of a comparison of integers that follow from floats."""
         for x in operands:
             if self.identifies and not field.marks.follows_floats(x):
                 self.constants |= list_logs(np.abs(x[x != 0].astype(np.float64)))
         is_forced = np.zeros(truth.shape, bool)
-        decision = Decision(line, equation.primitive.name, INTEGERS, truth, ~truth, is_forced)
-        self._add(field, self.decisions, equation, "", decision)
+        decision = Decision(line, equation.primitive.name + part, INTEGERS, truth, ~truth, is_forced)
+        self._add(field, self.decisions, equation, part, decision)
 
     def note_joined(self, field: Field, equation: Any, line: str, truth: np.ndarray, part: str = "") -> None:
         """Notes the outcomes of several comparisons of floats that are joined, as by `and`."""

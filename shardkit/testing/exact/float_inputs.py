@@ -25,7 +25,7 @@ import numpy as np
 from shardkit.testing._compare import is_float
 from shardkit.testing.exact.arguments import describe_array
 from shardkit.testing.exact.numbers.field import KINDS, MIXED, SIMILAR, WHOLE, Field
-from shardkit.testing.exact.numbers.inputs import draw_real, draw_whole
+from shardkit.testing.exact.numbers.inputs import draw_real, draw_whole, list_compared_constants
 
 # Real values of the inputs of a draw, by their names.
 RealInputs = Mapping[str, np.ndarray]
@@ -37,8 +37,9 @@ Propose = Callable[[Field, int], Sequence[RealInputs] | None]
 _MOST_BY_MEASURE = 4
 _MOST_ELEMENTS = 2**20  # of the inputs that run together
 _ANY_SIZE = "any size"
+_ONE_APART = "one apart"
 # Inputs of any size are drawn twice as often: nothing else reaches the far end of a table.
-_KINDS = (*KINDS, MIXED, SIMILAR, WHOLE, _ANY_SIZE, _ANY_SIZE)
+_KINDS = (*KINDS, MIXED, SIMILAR, WHOLE, _ANY_SIZE, _ANY_SIZE, _ONE_APART)
 _GROUPS = 16  # of inputs of a kind
 _FEW = 1024  # inputs of programs that run one after the other
 _EPSILON = 2.0**-23  # also of 16 bits, in which both sides may be rounded alike and differ by less than a rounding
@@ -174,6 +175,8 @@ def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequen
     """Inputs of a kind. Of inputs of any size, one may have elements of one size, or of a size each."""
     if kind == WHOLE:
         return draw_whole(rng, shape)
+    if kind == _ONE_APART:
+        return _draw_one_apart(field, rng, shape)
     if kind != _ANY_SIZE:
         return draw_real(field, rng, kind, shape)
     # One choice for each input, which broadcasts against its elements.
@@ -185,6 +188,24 @@ def _draw_group(field: Field, rng: np.random.Generator, kind: str, shape: Sequen
     is_positive = rng.uniform(size=shape_of_choices) < 0.5
     values = rng.uniform(-1, 1, shape)
     return sizes * np.where(is_positive, np.abs(values), values)
+
+
+def _draw_one_apart(field: Field, rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Inputs of which one element is on the other side of a compared constant than all others.
+
+    Worked example: `all(x > 0)` of 24 elements and of the first 23 differ only where the last one alone is negative.
+    Of inputs that are drawn element by element one in 16 million is such a one; of these, one in 48.
+    """
+    count = shape[0]
+    sizes = math.prod(shape[1:])
+    distances = np.exp(rng.normal(size=(count, sizes)))
+    sides = rng.choice([-1.0, 1.0], size=(count, 1))
+    signs = np.repeat(sides, sizes, 1)
+    if sizes:
+        odd = rng.integers(sizes, size=count)
+        signs[np.arange(count), odd] *= -1
+    centres = rng.choice(list_compared_constants(field), size=(count, 1))
+    return np.asarray((centres + signs * distances).reshape(shape))
 
 
 def _measure_distance(results: Any, expected_results: Any) -> jax.Array:

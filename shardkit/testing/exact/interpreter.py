@@ -26,7 +26,7 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, registered
-from shardkit.testing.exact.following import mark_results, note_known
+from shardkit.testing.exact.following import mark_chosen, mark_moved, mark_results, note_known
 from shardkit.testing.exact.numbers.assembly import join_exact
 from shardkit.testing.exact.numbers.errors import UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
@@ -184,7 +184,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         if any(isinstance(x, Exact) for x in operands):
             return apply_rule(self.scope, equation, operands)
         results = compute_known(equation, operands, self.rank, self.field.settings.seed, self.field.compiled)
-        note_known(self.field, equation, self.around, operands, results)
+        note_known(self.scope, equation, operands, results)
         return results
 
     def _allocate(self, equation: Any) -> Operand:
@@ -210,13 +210,15 @@ class Interpreter(JaxprInterpreter[Operand]):
         pieces = []
         for number, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
             cut = partial(cut_array, self.field, self.rank, x, spec, sizes)
-            pieces.append(self._recall(equation, ("piece", number), [x], cut))
+            piece = self._recall(equation, ("piece", number), [x], cut)
+            pieces.append(mark_moved(self.field, [x], piece))
         for x, piece in zip(operands, pieces, strict=True):
             inside._tell(equation, [x], [piece])
         results = inside.run(body, pieces)
         arrays = []
         for x, spec in zip(results, params["out_specs"], strict=True):
-            arrays.append(join_pieces(self.field, self.rank, x, spec, sizes))
+            array = join_pieces(self.field, self.rank, x, spec, sizes)
+            arrays.append(mark_moved(self.field, [x], array))
         for x, array in zip(results, arrays, strict=True):
             self._tell(equation, [x], [array])
         return arrays
@@ -265,9 +267,7 @@ class Interpreter(JaxprInterpreter[Operand]):
             stack = self._recall(equation, "stack", rows, join)
             self._note_stack(rows, stack)
             self._tell(equation, rows, [stack])
-            if any(self.field.marks.follows_floats(x) for x in rows):
-                self.field.marks.add(stack)
-            stacks.append(stack)
+            stacks.append(mark_moved(self.field, rows, stack))
         return stacks
 
     def _note_stack(self, rows: Sequence[Operand], stack: Operand) -> None:
@@ -285,8 +285,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         if isinstance(x, Exact):
             return x.row(self.rank, i)
         row = np.asarray(np.take(x, i, self.rank))
-        if self.field.marks.follows_floats(x):
-            self.field.marks.add(row)
+        mark_moved(self.field, [x], row)
         move_constant(self.field, x, row, lambda exact: exact.row(self.rank, i))
         return row
 
@@ -294,26 +293,31 @@ class Interpreter(JaxprInterpreter[Operand]):
         """A while loop, until no device goes on; devices that have ended keep their values."""
         consts_of_test, consts_of_body, carry = while_operands(equation, operands)
         rounds = 0
+        ends_by_float = False
         while True:
             [goes_on] = self.run(test, [*consts_of_test, *carry])
             rounds += 1
+            ends_by_float = ends_by_float or self.field.marks.follows_floats(goes_on)
             # In an order, which perhaps no input has, the loop may never end: it is refused at once.
             may_not_end = self.field.settings.order is not None or rounds > _MOST_ROUNDS
             if may_not_end and self.field.marks.follows_floats(goes_on):
                 raise UnsupportedError(f"a while loop that a float ends, after more than {_MOST_ROUNDS} rounds,")
             if not goes_on.any():
-                return carry
+                break
             # A device that has ended neither runs the body nor asks whether to go on again.
             self._refuse_waiting(equation, goes_on, [test, body])
             after = self.run(body, [*consts_of_body, *carry])
             if not goes_on.all():
                 after = self._choose_on_devices(equation, goes_on, after, carry)
             carry = after
+        if ends_by_float:
+            return mark_chosen(self.field, equation, operands, carry)
+        return carry
 
     def cond(self, equation: Any, branches: list[Any], operands: list[Operand]) -> list[Operand]:
         """A cond or switch: every branch that some device takes."""
-        which, *inputs = operands
-        which = np.asarray(require_known(which, "cond"), np.int64)
+        choice, *inputs = operands
+        which = np.asarray(require_known(choice, "cond"), np.int64)
         # jax clamps the index of a branch.
         which = np.clip(which, 0, len(branches) - 1)
         # Only branches that some device takes are run. A proof draws again for the others.
@@ -325,6 +329,8 @@ class Interpreter(JaxprInterpreter[Operand]):
         for number in further:
             results_of_branch = self.run(branches[number], inputs)
             results = self._choose_on_devices(equation, which == number, results_of_branch, results)
+        if self.field.marks.follows_floats(choice):
+            return mark_chosen(self.field, equation, operands, results)
         return results
 
     def _refuse_waiting(self, equation: Any, which: np.ndarray, bodies: Sequence[Any]) -> None:
@@ -360,7 +366,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         devices = Devices(self.field, self.axes)
         results = []
         for x, y in zip(xs, ys, strict=True):
-            result = devices.choose(mask, x, y)
+            result = mark_moved(self.field, [x, y], devices.choose(mask, x, y))
             self._tell(equation, [x, y], [result])
             results.append(result)
         return results

@@ -374,7 +374,8 @@ def _repair_decision(bench: Bench) -> Iterator[Repair]:
             yield change_operands(Cost.INDEX, words, _shift_operand, bench, number, 1)
             words = f"{name} of an operand minus 1"
             yield change_operands(Cost.INDEX, words, _shift_operand, bench, number, -1)
-        yield from _repair_end(bench)
+        if len(bench.operands) == 2:  # the other one is a cast of an integer to a boolean
+            yield from _repair_end(bench)
     yield change_result(Cost.OPERATOR, f"the opposite of {name}", np.logical_not)
     yield change_result(Cost.OPERATOR, f"a mask that is always true in place of {name}", np.ones_like)
     yield change_result(Cost.OPERATOR, f"a mask that is always false in place of {name}", np.zeros_like)

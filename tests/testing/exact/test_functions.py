@@ -1,10 +1,13 @@
 """Functions without a law, as tanh: what the tables say of one is so of its real values."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+import shardkit as sk
 from shardkit._jax.primitives import NONLINEAR
 from shardkit.testing.exact.interpreter import Interpreter
 from shardkit.testing.exact.numbers.field import Field, Settings
@@ -60,13 +63,43 @@ def test_the_table_says_where_a_function_is_no_finite_number(name, value):
         assert not result.is_truly_infinite.any()
 
 
-# Where a gradient is padded, tanh(0) must be zero and not a random number.
+# Where a gradient is padded, tanh(0) must be zero and not a random number; 0 / acos(1) must be NaN.
+@pytest.mark.parametrize("argument", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", sorted(set(NAMES) - OF_TWO))
-def test_what_a_function_is_at_zero_is_known(name):
-    value = float(call(name, 0.0))
+def test_where_a_function_is_zero_or_one_is_known(name, argument):
+    value = float(call(name, argument))
     if value not in (0.0, 1.0):
         return
     field = Field(Settings(2, 3))
-    zero = field.lift(np.zeros(1, np.float32))
-    result = apply_function(field, name, zero)
+    result = apply_function(field, name, field.lift(np.full(1, argument, np.float32)))
     assert find_equal(field, result, field.lift(np.full(1, value, np.float32))).all()
+
+
+def both(function):
+    """A quotient that is NaN for all inputs, and zero."""
+    return lambda x: 0 / function(x), lambda x: 0 * x
+
+
+# Each was a random number of which nothing was known, so that zero over it was zero.
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.arccos(x / x),
+        lambda x: jnp.arccosh(x / x),
+        lambda x: lax.lgamma(x / x + 1),
+        lambda x: lax.rem(x, x),
+        lambda x: lax.rem(-x, x),
+        lambda x: lax.pow(x / x, x) - 1,
+        lambda x: lax.pow(jnp.exp(x), x - x) - 1,
+        lambda x: jnp.exp2(x / x) - 2,
+        lambda x: jnp.cbrt(x / x) - 1,
+    ],
+)
+def test_what_is_divided_by_a_zero_of_a_function_is_no_number(function):
+    kernel, reference = both(function)
+    x = np.array([0.5, 2.0, 3.0], np.float32)
+    assert np.isnan(kernel(x)).all()
+    with pytest.raises(AssertionError):
+        sk.testing.assert_equal_for_all_inputs(
+            kernel, reference, mesh=sk.abstract_mesh(d=1), in_specs=P(), out_specs=P(), args=(x,), grad=False
+        )

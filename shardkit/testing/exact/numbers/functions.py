@@ -16,7 +16,14 @@ import numpy as np
 
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
-from shardkit.testing.exact.numbers.function_table import BOUNDED, EVERYWHERE, FUNCTIONS, Function, load_real
+from shardkit.testing.exact.numbers.function_table import (
+    BOUNDED,
+    EVERYWHERE,
+    FUNCTIONS,
+    Function,
+    is_integer,
+    load_real,
+)
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import NOT_A_NUMBER, OUTSIDE, Exact, build_facts
 
@@ -49,11 +56,12 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
         return field.settle(Exact(number, facts, real, degree=degree))
 
     are_zero = [field.is_zero(x) for x in arguments]
-    # Values at zero are known, as tanh(0) = 0, and are kept: a gradient through tanh of a padded row must vanish.
-    if function.at_zero is not None:
-        number = np.where(are_zero[0], np.uint64(function.at_zero), number)
     _note_domain(field, function, arguments, are_zero[0])
     real = _compute_real(function, arguments, are_zero)
+    values = _find_known_values(field, function, arguments)
+    is_known = ~np.isnan(values)
+    number = np.where(is_known, np.nan_to_num(values).astype(np.uint64), number)
+    real = np.where(is_known, values, real)
     if field.settings.order is None:
         # arcsin(2) is outside of the domain in this draw. A NaN that comes from an argument has its poison from there.
         is_outside = np.isnan(real[0])
@@ -66,6 +74,19 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     if any(x.special for x in arguments):
         result = _take_limits(field, result, arguments)
     return field.settle(result)
+
+
+def _find_known_values(field: Field, function: Function, arguments: Sequence[Exact]) -> np.ndarray:
+    """float64 [...]: the values that a function is known to have, NaN elsewhere.
+
+    tanh(0) is 0: a gradient through tanh of a padded row must vanish. acos(1) is 0: what is divided by it is no number.
+    """
+    if function.find_values is not None:
+        return function.find_values(field, *arguments)
+    values = np.full(arguments[0].shape, math.nan)
+    for argument, value in function.values.items():
+        values = np.where(is_integer(field, arguments[0], argument), float(value), values)
+    return values
 
 
 def _compute_real(function: Function, arguments: Sequence[Exact], are_zero: Sequence[np.ndarray]) -> np.ndarray:

@@ -89,7 +89,7 @@ def draw_real(field: Field, rng: np.random.Generator, kind: str, shape: Sequence
     if kind == "unit":
         return rng.uniform(size=shape)
     if kind == "near":  # about the constants that are compared, and between two of them
-        return _draw_near(_list_compared_constants(field), rng, real)
+        return _draw_near(list_compared_constants(field), rng, real)
     return np.asarray(real)
 
 
@@ -155,7 +155,7 @@ def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
         return flat[:, places].reshape(part.shape)
 
     x = x.move(take_places)
-    constants = rng.choice(_list_compared_constants(field), size=x.shape)
+    constants = rng.choice(list_compared_constants(field), size=x.shape)
     is_constant = rng.uniform(size=x.shape) < 0.4
     return where(is_constant, field.lift(constants.astype(np.float32)), x)
 
@@ -186,7 +186,7 @@ def _plant_rows(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
         choices = np.full(sizes, rng.integers(5))
     choices = np.broadcast_to(choices, x.shape)
     # Zero rows are a choice of their own, so that these are of the other constants, if there are any.
-    compared = _list_compared_constants(field)[1:] or [0.0]
+    compared = list_compared_constants(field)[1:] or [0.0]
     constants = rng.choice(compared, size=sizes)
     constants = np.broadcast_to(constants, x.shape).astype(np.float32)
     kinds_of_rows = [
@@ -212,7 +212,7 @@ def _repeat_first(x: Exact, dims: np.ndarray) -> Exact:
     return x.move(repeat)
 
 
-def _list_compared_constants(field: Field) -> list[float]:
+def list_compared_constants(field: Field) -> list[float]:
     """Zero, and the constants that were compared, with both signs."""
     constants = [0.0]
     for logarithm in field.choices.centres:

@@ -69,16 +69,20 @@ def compare_equal(scope: Scope, equation: Any, x: Operand, y: Operand) -> Known:
     # NaN has no place in the order: it is not equal to itself, though its residues are.
     has_equal_keys = find_keys(field, x) == find_keys(field, y)
     truth = has_equal_numbers & has_equal_keys
+    # `isnan(x)` is `x != x`: it asks whether x is inside the domain of a function.
+    asks_for_nan = equation.invars[0] is equation.invars[1]
     if field.coverage is not None:
         line = scope.line(equation)
         coincides = has_equal_keys & ~has_equal_numbers
         field.coverage.note_coincidence(field, equation, line, coincides)
-        # `isnan(x)` is `x != x`: it asks whether x is inside the domain of a function.
-        if field.notes.domains and equation.invars[0] is equation.invars[1]:
+        if field.notes.domains and asks_for_nan:
             is_inside = np.broadcast_to(x.poison != OUTSIDE, np.shape(truth))
             field.coverage.note_domain(field, equation, line, is_inside)
     if equation.primitive.name == "ne":
         truth = ~truth
+    # Nothing was outside of a domain: the answer is the same for all inputs.
+    if asks_for_nan and not field.notes.domains:
+        return np.asarray(truth)
     return scope.decide(equation, truth, x, y)
 
 

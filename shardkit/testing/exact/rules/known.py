@@ -135,7 +135,7 @@ def _is_plain_select(equation: Any, operands: Sequence[Known]) -> bool:
 def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known:
     """Elementwise arithmetic and comparisons."""
     function = _ELEMENTWISE[equation.primitive.name]
-    aligned = _align(operands, rank)
+    aligned = align(operands, rank)
     return np.asarray(function(*aligned), _result_dtype(equation))
 
 
@@ -143,7 +143,7 @@ def _divide(equation: Any, operands: Sequence[Known], rank: int) -> Known | None
     """div of floats. jax rounds the quotient of integers to zero, and numpy down."""
     if not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         return None
-    x, y = _align(operands, rank)
+    x, y = align(operands, rank)
     return np.asarray(np.divide(x, y), _result_dtype(equation))
 
 
@@ -151,13 +151,13 @@ def _clamp(equation: Any, operands: Sequence[Known], rank: int) -> Known | None:
     """clamp of integers."""
     if not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
         return None
-    low, x, high = _align(operands, rank)
+    low, x, high = align(operands, rank)
     return np.asarray(np.minimum(np.maximum(x, low), high), _result_dtype(equation))
 
 
 def _select(equation: Any, operands: Sequence[Known], rank: int) -> Known:
     """A plain select: select_n of two arrays by a boolean."""
-    which, no, yes = _align(operands, rank)
+    which, no, yes = align(operands, rank)
     return np.where(which, yes, no)
 
 
@@ -262,7 +262,7 @@ def _result_dtype(equation: Any) -> Any:
     return known_dtype(equation.outvars[0].aval.dtype)
 
 
-def _align(operands: Sequence[Known], rank: int) -> list[Known]:
+def align(operands: Sequence[Known], rank: int) -> list[Known]:
     """Operands with equally many dims: a scalar gets dims of size 1 after the dims of the mesh.
 
     Worked example, on a mesh of two devices: a scalar [2] beside an array [1] + [4, 3] becomes [2] + [1, 1].
