@@ -11,6 +11,8 @@ checkouts run in turn, row by row. A row whose test does not pass in one of them
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -23,7 +25,6 @@ from typing import Any
 import pytest
 
 TEST = "tests/testing/exact/test_steps.py::test_every_row_of_the_covering_list"
-ROWS = range(35)
 HERE = Path(__file__).parents[1]
 _MARK = "covering row: "  # before the line in which a child says what it measured
 
@@ -50,6 +51,29 @@ class Timer:
             self.seconds = time.process_time() - begun
         self.passed = True
         return result
+
+
+class Counter:
+    """Counts the tests that pytest collects.
+
+    Attributes:
+        count: how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Counts the tests; pytest calls it."""
+        self.count = len(session.items)
+
+
+def count_rows() -> int:
+    """How many rows the covering list of this checkout has."""
+    counter = Counter()
+    with contextlib.redirect_stdout(io.StringIO()):  # pytest prints the name of each
+        pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", "-n", "0", "--collect-only", TEST], plugins=[counter])
+    return counter.count
 
 
 def time_row(row: int) -> None:
@@ -82,7 +106,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.child is not None:
         time_row(options.child)
         return
-    rows = [4] if options.smoke else options.rows or list(ROWS)
+    if options.smoke:
+        rows = [4]
+    elif options.rows:
+        rows = options.rows
+    else:
+        rows = list(range(count_rows()))
     checkouts = {"here": HERE}
     if options.against:
         checkouts["against"] = options.against.resolve()
