@@ -40,6 +40,8 @@ class GradFn(Protocol):
 
 
 LossFn = Callable[..., Any]
+# The leaves that are trained -> the total, and beside it the loss and the auxiliary means.
+Objective = Callable[[list[jax.Array]], tuple[jax.Array, tuple[Any, Mapping[str, Any]]]]
 # Where the arguments of a loss stand in the message of an error: carried state, the fourth, is called so.
 _ARGUMENTS = ("", "", "", "carried")
 
@@ -90,8 +92,8 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     check_trained(trained)
     _check_loss(loss_fn)
 
-    # A tree of parameters becomes a tree of gradients in three steps: `grad_fn`, which a train step calls, picks a way
-    # to trace the loss; `differentiate` takes the derivative of `objective`; `objective` calls the loss.
+    # `grad_fn`, which a train step calls, differentiates `objective`, which calls the loss. Nothing stands between
+    # them: each function would be a frame in the traceback of every error of a loss.
     def grad_fn(params: Any, batch: Any, keys: Any, *state: Any, scale: Any = 1) -> Gradients:
         args = (batch, keys, *state)
         if is_loss_alone():
@@ -101,10 +103,14 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         # A loop inside a library that does not know the mesh may fail only because of the types of axes. The error then
         # gets a note that names local=True.
         with note_type_errors(lambda caller: differentiate_apart(caller, params, scale, *args)):
-            return differentiate(params, scale, *args)
+            # As `differentiate`, without its frame.
+            leaves, objective = make_objective(params, *args)
+            total, backward, (loss, aux) = jax.vjp(objective, leaves.select(), has_aux=True)
+            (grads,) = backward(cotangent_of(total, scale))
+            return loss, aux, leaves.with_zeros(grads)
 
-    def differentiate(params: Any, scale: Any, *args: Any) -> Gradients:
-        """The loss, the auxiliary means, and the gradients of `scale` times the total."""
+    def make_objective(params: Any, *args: Any) -> tuple[TrainedLeaves, Objective]:
+        """The leaves that are trained, and the total as a function of these."""
         leaves = TrainedLeaves(strip_handles(params), trained)
         # Of these only carried state may have lazy leaves. It is not differentiated, so they can be opened here.
         args = tuple(open_before_loss(arg) for arg in args)
@@ -113,12 +119,17 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
             # Leaves that are opened just before the loss are opened here, inside the differentiated function, so that
             # their gradient is scattered as soon as it exists. Leaves that the loss opens stay handles.
             weights = replace_parts(params, leaves.merge(values))
-            # As `call_loss`, without its frame: each frame here stands in the traceback of every error of a loss.
+            # As `call_loss`, without its frame.
             out = call_sealed(loss_fn, weights, *args, at=_ARGUMENTS)
             refuse_rounded_totals(out)
             loss, aux = loss_and_aux(out, allow_sum=True)
             return total_of(loss), (loss, aux)
 
+        return leaves, objective
+
+    def differentiate(params: Any, scale: Any, *args: Any) -> Gradients:
+        """The loss, the auxiliary means, and the gradients of `scale` times the total."""
+        leaves, objective = make_objective(params, *args)
         total, backward, (loss, aux) = jax.vjp(objective, leaves.select(), has_aux=True)
         (grads,) = backward(cotangent_of(total, scale))
         return loss, aux, leaves.with_zeros(grads)

@@ -111,21 +111,23 @@ def open_handles(tree: Any) -> Any:
     #   forward   part[2, 6] float32 -> cast to bfloat16 -> all_gather dim 0 -> weight[8, 6] bfloat16
     #   backward  gradient[8, 6] -> cast to float32 -> reduce_scatter dim 0 -> gradient[2, 6] of the part
     # Of zero2, every device has whole[8, 6] beside the part: nothing is gathered, and the backward is the same.
-    return _map_handles(_open_handle, tree)
+    return jax.tree.map(_open_leaf, tree, is_leaf=is_handle)
 
 
 def _map_handles(fn: Callable[[Handle], Any], tree: Any) -> Any:
     """The tree with `fn(handle)` in place of each handle; other leaves stay as they are."""
-
-    def map_node(node: Any) -> Any:
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_handle)
+    for place, node in enumerate(nodes):
         if is_handle(node):
-            return fn(node)
-        return node
-
-    return jax.tree.map(map_node, tree, is_leaf=is_handle)
+            nodes[place] = fn(node)
+    return jax.tree.unflatten(structure, nodes)
 
 
-def _open_handle(handle: Handle) -> jax.Array:
+def _open_leaf(leaf: Any) -> jax.Array:
+    """The weight of a lazy leaf; any other leaf as it is."""
+    if not is_handle(leaf):
+        return leaf
+    handle: Handle = leaf
     weight = handle.part
     if handle.scatters:
         weight = _replace_part(handle.scatters, handle.reduce, handle.whole, weight)
@@ -171,7 +173,7 @@ def replace_parts(tree: Any, leaves: Any) -> Any:
             return leaf
         handle = replace(node, part=leaf)
         if handle.opened_before_loss:
-            return _open_handle(handle)
+            return _open_leaf(handle)
         return handle
 
     return jax.tree.map(replace_part, tree, leaves, is_leaf=is_handle)

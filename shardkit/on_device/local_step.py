@@ -86,7 +86,8 @@ def local_gradients(
         if microbatches.words:
             means, grads = microbatches.sum_examples(compute_sums, batch, keys, scale, placement)
         else:
-            means, grads = compute_sums(batch, keys)
+            # As `compute_sums`, without its frame.
+            means, grads = read_results(grad_fn(params, batch, keys, scale=scale))
     return batch, means, grads
 
 

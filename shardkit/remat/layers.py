@@ -182,13 +182,14 @@ def scan_layers(
     _check_stack(stacked)
     layers = _count_layers(stacked)
     # The first trace shows too whether the layers are a stack, and whether a layer returns what the next one takes.
-    x = widen_carry(partial(_eval_layer, layer_fn, stacked), x)
+    x = widen_carry(partial(_eval_first_layer, layer_fn, stacked), x)
     _check_microbatches(x, microbatches)
     has_handles = any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle))
     if microbatches == 1 and not has_handles:
         # Nothing is gathered, so there is nothing to gather again: a scan as jax has it, where no policy means jax's
         # own choice.
-        return _scan(checkpoint_if_asked(layer_fn, policy), stacked, x)
+        x, _ = jax.lax.scan(_make_body(checkpoint_if_asked(layer_fn, policy)), x, stacked)
+        return x
     if policy is None:
         policy = POLICIES["dots"]
     if microbatches > 1:
@@ -198,28 +199,21 @@ def scan_layers(
         x = regather_stack(layer_fn, stacked, x, layers=layers, policy=policy, microbatches=microbatches)
     else:
         layer = partial(regather_layer, layer_fn, policy=policy, microbatches=microbatches)
-        x = _scan(layer, stacked, x)
+        # `scan` slices the arrays in a handle as any others.
+        x, _ = jax.lax.scan(_make_body(layer), x, stacked)
     if microbatches > 1:
         # From [microbatches, examples, ...] back to one dim of all examples.
         x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
     return x
 
 
-def _scan(layer: LayerFn, stacked: Any, x: Any) -> Any:
-    """The activations after all layers, one after the other. `scan` slices the arrays in a handle as any others."""
+def _make_body(layer: LayerFn) -> Callable[[Any, Any], tuple[Any, None]]:
+    """The body of a scan over layers: the activations are its carry, and it stacks nothing."""
 
     def run_layer(x: Any, weights: Any) -> tuple[Any, None]:
         return layer(weights, x), None
 
-    x, _ = jax.lax.scan(run_layer, x, stacked)
-    return x
-
-
-def _eval_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
-    """Shapes and types of the activations after a layer, which the next layer takes."""
-    after = _trace_first_layer(layer_fn, stacked, x)
-    _check_carried(x, after)
-    return after
+    return run_layer
 
 
 def _check_stack(stacked: Any) -> None:
@@ -253,8 +247,8 @@ def _count_layers(stacked: Any) -> int:
     return counts.pop()
 
 
-def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
-    """Shapes and types of the activations after the first layer."""
+def _eval_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
+    """Shapes and types of the activations after the first layer, which the next layer takes."""
     changes: list[str] = []
 
     def run_layer(weights: Any, x: Any) -> Any:
@@ -284,6 +278,7 @@ def _trace_first_layer(layer_fn: LayerFn, stacked: Any, x: Any) -> Any:
             "scan_layers: a layer must not change its weights, such as statistics of BatchNorm, because the change is "
             f"lost; it changed {changes[0]}. Pass use_running_average=True to BatchNorm, or use LayerNorm."
         )
+    _check_carried(x, after)
     return after
 
 
