@@ -18,10 +18,13 @@ from shardkit import bench, planner
 from shardkit.analysis import aot
 from shardkit.analysis.hlo.report import Report, format_bytes
 from shardkit.analysis.hlo.topology import Topology, device_of
+from shardkit.analysis.hlo.tuning import Trial
 from shardkit.cli.output import console
 from shardkit.cli.target import TargetError, load
+from shardkit.cli.tuning import Attempt, tune
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
+from shardkit.planner.changes import list_changes
 from shardkit.planner.search import AXES, list_estimates
 from shardkit.planner.source import source_of
 
@@ -195,19 +198,50 @@ def compile_candidates(
     options: dict[str, Any],
 ) -> list[Report]:
     """The reports of the compiler on these candidates; a line on the terminal says which it is at."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     reports = []
-    with Progress(*columns, console=console(), transient=True) as progress:
-        for number, candidate in enumerate(candidates, 1):
-            text = f"compiling {number} of {len(candidates)} for {topology}: {candidate.layout}"
-            task = progress.add_task(text)
-            # rich draws nothing that moves into a pipe, and a log should say what takes minutes.
-            if not progress.console.is_terminal:
-                print(text, flush=True)
-            step, *args = make_step(candidate)
-            reports.append(aot.compile(step, args, topology=topology, options=options))
-            progress.remove_task(task)
+    for number, candidate in enumerate(candidates, 1):
+        text = f"compiling {number} of {len(candidates)} for {topology}: {candidate.layout}"
+        reports.append(compile_candidate(candidate, topology, make_step, options, text))
     return reports
+
+
+def compile_candidate(
+    candidate: Candidate,
+    topology: str,
+    make_step: Callable[[Candidate], tuple[Any, ...]],
+    options: dict[str, Any],
+    text: str,
+) -> Report:
+    """The compiler's report on a candidate; a line on the terminal says what it does."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console(), transient=True) as progress:
+        progress.add_task(text)
+        # rich draws nothing that moves into a pipe, and a log should say what takes minutes.
+        if not progress.console.is_terminal:
+            print(text, flush=True)
+        step, *args = make_step(candidate)
+        return aot.compile(step, args, topology=topology, options=options)
+
+
+def tune_candidates(
+    candidates: Sequence[Candidate],
+    reports: Sequence[Report],
+    topology: Topology,
+    make_step: Callable[[Candidate], tuple[Any, ...]],
+    options: dict[str, Any],
+) -> list[list[Attempt]]:
+    """For each compiled candidate all attempts to make it faster, of which the first is as it was compiled."""
+
+    def compile_step(candidate: Candidate, options: dict[str, Any], changes: str) -> Report:
+        text = f"compiling for {topology}: {candidate.layout}, with {changes}"
+        return compile_candidate(candidate, str(topology), make_step, options, text)
+
+    chip = device_of(topology)
+    attempts = []
+    for candidate, report in zip(candidates, reports, strict=True):
+        changes = list_changes(candidate.layout, chip)
+        attempts.append(tune(candidate, Trial(options, report), changes, compile_step))
+    return attempts
 
 
 def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -53,6 +54,9 @@ class Options(WithJson):
     compile: Optional[int] = None
     """Number of layouts to compile with the chip's real compiler, the first ones; at most --rows. By default 3 if the
     compiler is installed. Each takes a minute or several."""
+    tune: bool = False
+    """Compile the compiled layouts again with other options of the compiler and other forms of the step, and keep what
+    makes them faster: three to five compilations each."""
     options: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A compiler option, name=value, for --compile and --emit; you may repeat it. sk.aot.tune finds good options."""
     emit: Optional[Path] = None
@@ -71,6 +75,7 @@ def plan(options: Options) -> int:
     from shardkit._arguments import checks
     from shardkit.analysis.hlo.topology import is_compiler_installed, topology_of
     from shardkit.cli import layouts
+    from shardkit.cli.tuning import attempt_as_json, choose_attempt, compare_attempts
     from shardkit.planner.source import source_of
 
     checks.integers_from_one("plan", rows=options.rows)
@@ -113,6 +118,17 @@ def plan(options: Options) -> int:
         print(f"\ncompiled {len(reports)} layouts in {seconds:.0f} s, the fastest first:")
         print(layouts.compare(to_compile, reports))
         chosen = layouts.choose_compiled(to_compile, reports)
+    attempts = []
+    if options.tune:
+        attempts = layouts.tune_candidates(to_compile, reports, topology, search.make_step, compiler_options)
+        every_attempt = list(itertools.chain.from_iterable(attempts))
+        print(f"\ntuned in {len(every_attempt) - len(attempts)} compilations, the fastest first:")
+        print(compare_attempts(every_attempt))
+        best = choose_attempt(every_attempt)
+        if best.trial.report is not None and best.trial.report.fits:
+            chosen = best.candidate
+            compiler_options = best.trial.options
+            print(f"\nfastest as tuned: {chosen.layout}, {best.trial.seconds:.2f} s")
     if options.emit is not None and chosen is not None:
         with open_output(options.emit) as out:
             out.write(source_of(chosen, **search.sizes, options=compiler_options))
@@ -122,6 +138,8 @@ def plan(options: Options) -> int:
     for row, report in zip(rows[: len(reports)], reports, strict=True):
         derived = json.loads(report.to_json())["derived"]
         row["compiled"] = derived | {"fits": report.fits}
+    for row, attempts_of_row in zip(rows[: len(attempts)], attempts, strict=True):
+        row["tuned"] = [attempt_as_json(attempt) for attempt in attempts_of_row]
     write_json(options.json, "plan", rows)
     return 1 if chosen is None else 0
 
@@ -141,6 +159,11 @@ def _check_options(options: Options, count: int) -> None:
         )
     if str(options.emit) == str(options.json) == "-":
         raise ValueError("plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.")
+    if options.tune and (not count or ":" in options.model):
+        raise ValueError(
+            "plan: --tune changes compiled layouts of a transformer; got none. Pass --compile 1 and the sizes of a "
+            "transformer, or use sk.aot.tune."
+        )
     if options.options and not count and options.emit is None:
         raise ValueError(
             "plan: --options are for --compile and --emit; got neither. Pass --compile 1 or --emit plan.py."

@@ -136,13 +136,15 @@ class Candidate(NamedTuple):
         sizes["top_k"] = model.top_k
         if model.experts:
             sizes |= {"experts": model.experts, "capacity": model.capacity}
-        return transformer.Config(**sizes, hidden=model.width, remat=_REMAT_OF_CONFIG[self.layout.remat])
+        sizes["remat"] = _REMAT_OF_CONFIG[self.layout.remat]
+        return transformer.Config(**sizes, hidden=model.width, prefetch=self.layout.prefetch)
 
     def grad_fn(self) -> GradFn:
         """The GradFn of `models.transformer` in this layout; its batch has "tokens" and "targets"."""
         config = self.config()  # refuses what is no transformer
         inside: dict[str, Any] = {axis: axis for axis in INSIDE if axis in self.layout.axes}
-        axes = transformer.Axes(**inside, sequence="model" in inside, kernel=self.model.kernel)
+        impl: Any = self.layout.impl
+        axes = transformer.Axes(**inside, sequence="model" in inside, kernel=self.model.kernel, impl=impl)
         return grad_fn_of(config, axes, self.layout.schedule)
 
 

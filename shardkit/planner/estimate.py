@@ -21,7 +21,7 @@ from shardkit import cost
 from shardkit._arguments import checks
 from shardkit.layers.attention_kernel import find_wrong_head
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.layout import REMAT, Layout
+from shardkit.planner.layout import IMPLS, REMAT, Layout
 from shardkit.planner.machine import Machine
 from shardkit.planner.memory import find_peak
 from shardkit.planner.model import Model, check_sizes
@@ -130,13 +130,14 @@ def check_job(model: Model, layout: Layout, machine: Machine, batch: int, sequen
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     _check_kinds(model, layout)
     check_sizes(model)
-    names = [name for name in layout._fields if name != "remat"]
+    names = [name for name in layout._fields if name not in ("remat", "impl", "prefetch")]
     sizes = {name: getattr(layout, name) for name in names}
     *ways, batch, sequence = checks.integers_from_one("planner", **sizes, batch=batch, sequence=sequence)
     checked: dict[str, Any] = dict(zip(names, ways, strict=True))
     layout = layout._replace(**checked)
     check_at_most_a_billion(batch=batch, sequence=sequence)
     checks.one_of("planner", "remat", layout.remat, REMAT)
+    _check_form(layout)
     check_machine(machine)
     check_kernel(model, machine)
     if batch % layout.parts:
@@ -165,6 +166,22 @@ def _check_kinds(model: object, layout: object) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(
             f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
+        )
+
+
+def _check_form(layout: Layout) -> None:
+    """Refuses a form of the step that the layout has no use for."""
+    checks.one_of("planner", "impl", layout.impl, IMPLS)
+    if layout.impl != "auto" and layout.tensor == 1:
+        raise ValueError(
+            f"planner: impl is a form of matmuls over tensor ways; got {layout.impl!r} and tensor=1. Leave it out."
+        )
+    if not isinstance(layout.prefetch, bool):
+        raise TypeError(f"planner: prefetch must be a bool; got {layout.prefetch!r}. Pass prefetch=True.")
+    if layout.prefetch and (layout.fsdp == 1 or layout.stage > 1):
+        raise ValueError(
+            "planner: prefetch gathers the layers of fsdp ways in a loop over all layers, which a pipeline has not; "
+            f"got fsdp={layout.fsdp} and stage={layout.stage}. Leave it out."
         )
 
 

@@ -1,4 +1,4 @@
-"""A layout: over how many devices each axis splits a step, in how many microbatches, and what is recomputed."""
+"""A layout: over how many devices each axis splits a step, in how many microbatches, and in which form it runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shardkit.schedules import Schedule, interleaved, one_f_one_b
 
 REMAT = ("none", "selective", "full")
+IMPLS = ("auto", "gather", "ring", "bidirectional")
 INSIDE = ("model", "context", "expert", "stage")  # mesh axes over which the model itself communicates
 
 
@@ -27,6 +28,9 @@ class Layout(NamedTuple):
         stage: stages of a pipeline. It runs 1F1B and recomputes each stage from its input.
         chunks: chunks of layers on each stage, which the pipeline interleaves.
         microbatches: microbatches of the pipeline, in each of the `accumulate` parts.
+        impl: how matmuls over tensor ways communicate, as for `column_linear`. Estimates are those of "auto".
+        prefetch: whether each layer is gathered while its neighbor computes, as by `scan_layers`. Estimates are those
+            without it.
     """
 
     data: int = 1
@@ -39,6 +43,8 @@ class Layout(NamedTuple):
     stage: int = 1
     chunks: int = 1
     microbatches: int = 1
+    impl: str = "auto"
+    prefetch: bool = False
 
     @property
     def chips(self) -> int:
@@ -85,14 +91,15 @@ class Layout(NamedTuple):
         return " ".join(f"{name}={getattr(self, name)}" for name in list_columns([self]))
 
 
-_SELDOM = ("context", "expert", "stage", "chunks", "microbatches")
+# Shown where a layout has another value than by default.
+_SELDOM = {"context", "expert", "stage", "chunks", "microbatches", "impl", "prefetch"}
 
 
 def list_columns(layouts: Sequence[Layout]) -> list[str]:
-    """The fields by which layouts are shown: without axes that all of them do without."""
+    """The fields by which layouts are shown: without what all of them do without."""
     names = layouts[0]._fields if layouts else Layout._fields
     columns = []
     for name in names:
-        if name not in _SELDOM or any(getattr(layout, name) > 1 for layout in layouts):
+        if name not in _SELDOM or any(getattr(layout, name) != Layout._field_defaults[name] for layout in layouts):
             columns.append(name)
     return columns

@@ -103,6 +103,8 @@ def _write_axes(layout: Layout, kernel: bool) -> str:
         axes.append("sequence=True")
     if kernel:
         axes.append("kernel=True")
+    if layout.impl != "auto":
+        axes.append(f"impl={layout.impl!r}")
     return f"transformer.Axes({', '.join(axes)})"
 
 

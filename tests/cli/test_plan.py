@@ -18,6 +18,7 @@ from shardkit.analysis.jaxpr.census import Census
 from shardkit.cli.plan import Options, plan
 from shardkit.models import transformer
 from shardkit.planner import Layout, Model
+from shardkit.planner.changes import list_changes
 from shardkit.planner.source import source_of
 from shardkit.testing import Row
 from shardkit.testing.exact.law import equal_for_all_inputs
@@ -38,6 +39,7 @@ def make():
 LARGE = {"model": "70b", "chip": "v5p", "chips": 512, "batch": "4M-tokens"}
 WRITTEN = [Layout(data=2, fsdp=2, tensor=2, accumulate=2, remat="full")]
 WRITTEN += [Layout(fsdp=2, stage=2, microbatches=4), Layout(fsdp=2, tensor=2, context=2)]
+WRITTEN += [Layout(fsdp=2, tensor=2, impl="ring", prefetch=True)]
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +190,78 @@ def test_nothing_fits(capsys):
     assert "Nothing fits; the smallest is this." in out and " does not fit: " in out and "\nchips " in out
 
 
+def compile_as(seconds_of):
+    """A compiler that takes the seconds of a layout and of options, or refuses where they are None."""
+
+    def compile_candidate(candidate, topology, make_step, options, text):
+        make_step(candidate)  # the module that is written for the layout runs
+        seconds = seconds_of(candidate.layout, options)
+        if seconds is None:
+            raise RuntimeError("no such option")
+        known = {"mesh": {}, "message": "", "memory": None, "limit": 2, "census": Census(()), "lowering_seconds": 0}
+        return Report(topology=topology, fits=True, compute=Work(seconds=seconds), **known)
+
+    return compile_candidate
+
+
+# Catches a change that is kept though it is slower, one that is tried without those that were kept, an option that the
+# compiler refuses, and a module without what was found.
+def test_what_makes_a_layout_faster_stays(tmp_path, monkeypatch, capsys):
+    def seconds_of(layout, options):
+        offloads = "xla_tpu_enable_sparse_core_collective_offload_all_gather" in options
+        if any("minor_sharding" in name for name in options):
+            return None
+        seconds = 4.0 if layout.context == 1 else 5.0
+        if offloads:
+            seconds -= 1.0
+            # A ring helps only if its permutes run beside compute.
+            seconds -= 0.5 * (layout.impl == "ring")
+        return seconds + 0.25 * layout.prefetch + 0.1 * (layout.impl == "gather")
+
+    monkeypatch.setattr("shardkit.cli.layouts.compile_candidate", compile_as(seconds_of))
+    emit, rows = tmp_path / "plan.py", tmp_path / "plan.json"
+    job = {"model": "8b", "chip": "v5p", "chips": 16, "batch": "64", "sequence": 256, "axes": ("fsdp", "tensor")}
+    assert plan(Options(**job, compile=2, tune=True, emit=emit, json=rows)) == 0
+    out = capsys.readouterr().out
+    assert "impl=ring, 2.50 s" in out.replace("  ", " ") and "refused: no such option" in out
+    module = {}
+    exec(emit.read_text(), module)
+    assert module["AXES"].impl == "ring" and not module["CONFIG"].prefetch
+    assert len(module["COMPILER_OPTIONS"]) == 6
+    tuned = [row["tuned"] for row in json.loads(rows.read_text())["rows"] if "tuned" in row]
+    assert len(tuned) == 2 and all(attempts[0]["changes"] == [] for attempts in tuned)
+    [best] = [attempt for attempts in tuned for attempt in attempts if attempt.get("seconds") == 2.5]
+    assert best["changes"] == ["SparseCore", "ring"] and best["layout"]["impl"] == "ring"
+
+
+# Catches a form that a layout has no use for, and that would be compiled for nothing or fail.
+def test_only_changes_that_a_layout_has_a_use_for_are_tried():
+    def names(layout, chip="v5p"):
+        return [change.name for change in list_changes(layout, sk.cost.chip(chip))]
+
+    assert names(Layout(data=4)) == ["SparseCore", "minor sharding"]
+    assert names(Layout(fsdp=4), "h100") == ["prefetch"]
+    assert names(Layout(fsdp=2, tensor=2), "v5e")[2:] == ["ring", "gather", "prefetch"]
+    assert names(Layout(fsdp=2, stage=2, microbatches=2), "h100") == []
+
+
+FORMS = {
+    "planner: impl is a form of matmuls over tensor ways; got 'ring' and tensor=1. Leave it out.": {"impl": "ring"},
+    "planner: impl must be 'auto', 'gather', 'ring' or 'bidirectional'; got 'rings'. Pass for example impl='auto'.": {
+        "impl": "rings",
+        "tensor": 2,
+    },
+    "planner: prefetch gathers the layers of fsdp ways in a loop over all layers, which a pipeline has not; got fsdp=1 "
+    "and stage=1. Leave it out.": {"prefetch": True},
+}
+
+
+@pytest.mark.parametrize("message, layout", FORMS.items())
+def test_a_form_that_a_layout_has_no_use_for_is_refused(message, layout):
+    with value_error(message):
+        planner.estimate(SMALL, Layout(**layout), chip="v5e", batch=16, sequence=8)
+
+
 @pytest.mark.parametrize(
     "message, given",
     {
@@ -215,6 +289,8 @@ def test_nothing_fits(capsys):
             "options": ("a=1",),
             "compile": 0,
         },
+        "plan: --tune changes compiled layouts of a transformer; got none. Pass --compile 1 and the sizes of a "
+        "transformer, or use sk.aot.tune.": {"tune": True, "compile": 0},
         "plan: one of --emit and --json may be standard output; got - for both. Pass a file for one.": {
             "emit": "-",
             "json": "-",

@@ -63,7 +63,7 @@ def test_layouts_respect_the_model_and_the_host_and_sizes_may_be_numpys():
         SMALL, **machine | {name: np.int32(machine[name]) for name in ("chips", "batch", "sequence")}
     )
     assert found == planner.search(SMALL, **machine)
-    assert {type(size) for c in found for size in c.layout} == {int, str}
+    assert {type(size) for c in found for size in c.layout} == {int, str, bool}
     for layout in list_layouts(LLAMA_8B, chip="h100", chips=64, batch=64, sequence=4096):
         assert layout.tensor in (1, 2, 4, 8) and layout.chips == 64
     widest = max(layout.tensor for layout in list_layouts(LLAMA_8B, chip="v5p", chips=64, batch=64, sequence=4096))

@@ -84,12 +84,12 @@ def try_options(compile_with: Callable[[CompilerOptions], Trial], options: Seque
         trial = compile_with(best.options | dict(added))
         trials.append(trial)
         # Not where both are equal, so that options without an effect are left out.
-        if _rank(trial) < _rank(best):
+        if rank_trial(trial) < rank_trial(best):
             best = trial
-    return Tuned(tuple(sorted(trials, key=_rank)))
+    return Tuned(tuple(sorted(trials, key=rank_trial)))
 
 
-def _rank(trial: Trial) -> tuple[bool, float, int]:
+def rank_trial(trial: Trial) -> tuple[bool, float, int]:
     """The fastest first, then what does not fit by its memory, and last what was refused.
 
     The three are (is it refused, seconds, bytes that it needs if it does not fit); seconds of what does not fit are
