@@ -88,7 +88,7 @@ class Exchange:
 def refuse_gradient(avals: Sequence[Any], axes: Sequence[str], devices: int, groups: Any) -> None:
     """Refuses the gradient of an exchange for which jax's own is another one.
 
-    Worked example: the output `jnp.zeros(rows)` on data=2. It does not vary over "data" by its type, and so does not the
+    Worked example: the output `jnp.zeros(rows)` on data=2. It does not vary over "data" by its type, nor does the
     result, though the devices receive other rows. Where the result meets what varies, jax casts it; the gradient of the
     cast is a psum over "data": each device gets the sum of the gradients of both.
 

@@ -28,6 +28,8 @@ from shardkit.testing._kernels import explain_error
 
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
 Note = Callable[[str], None]
+# Primitives that jax maps by one vmap, and not by a vmap of it, as a mesh of two axes needs.
+_ONE_VMAP = {"ragged_dot_general"}
 # A function of arrays that returns a list of them.
 ArrayFunction = Callable[..., list[Any]]
 
@@ -100,7 +102,7 @@ def _find_custom_derivatives(jaxpr: Any) -> set[str]:
             names.add(site.name)
         # jax's gradient of a ragged_all_to_all is another one. Where it is wrong, as for a row that is sent twice, that
         # of the vmaps would be right, and so not what a chip computes.
-        if registered(site.name).sent is not None:
+        if registered(site.name).sent is not None or site.name in _ONE_VMAP:
             names.add(site.name)
         if site.name == compat.SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
             names.add(site.name)
@@ -236,6 +238,8 @@ class _Emulator(JaxprInterpreter[Any]):
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)
         inner_jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+        if name in _ONE_VMAP and len(compat.bound_axes()) > 1:
+            return _bind_in_turn(equation, operands)
         if not any(map(_needs_shard_map, inner_jaxprs)):
             return _bind_without_mesh(equation, operands)
         if name == compat.SOLVE:
@@ -380,6 +384,16 @@ def _bind_without_mesh(equation: Any, operands: list[Any]) -> list[Any]:
     if primitive.multiple_results:
         return list(results)
     return [results]
+
+
+def _bind_in_turn(equation: Any, operands: list[Any]) -> list[Any]:
+    """Binds the primitive for one device after the other, where jax cannot map it over several axes."""
+
+    @jax.custom_batching.sequential_vmap
+    def bind(*operands: Any) -> list[Any]:
+        return _bind_without_mesh(equation, list(operands))
+
+    return bind(*operands)
 
 
 def _compare_devices(x: Any, equation: Any, note: Note) -> None:

@@ -322,8 +322,8 @@ class Devices:
 def _exchange_slices(scope: Scope, sizes: Mapping[str, int], equation: Any, operands: Sequence[Operand]) -> Operand:
     """A ragged_all_to_all: the output, with the slices of other devices' operands in it.
 
-    Worked example: two devices with the operands [a, b] and [c, d] each send their last row to row 0 of the other, whose
-    outputs are [0, 0, 0]. The results are [d, 0, 0] and [b, 0, 0].
+    Worked example: two devices with the operands [a, b] and [c, d] each send their last row to row 0 of the other. The
+    outputs are [0, 0, 0], and the results [d, 0, 0] and [b, 0, 0].
     """
     operand, output, *offsets = operands
     name = equation.primitive.name
@@ -376,22 +376,25 @@ def _write_slices(
 ) -> np.ndarray:
     """A part [components, *lead, room, ...] of the outputs, with the slices of the operands' part written into it."""
     rank = len(lead)
-    sources, outputs = (np.broadcast_to(part, (len(part), *lead, *part.shape[1 + rank :])) for part in parts)
-    result = outputs.copy()
+    names = list(sizes)
+    operand, output = parts
+    operands = np.broadcast_to(operand, (len(operand), *lead, *operand.shape[1 + rank :]))
+    result = np.broadcast_to(output, (len(output), *lead, *output.shape[1 + rank :])).copy()
     sizes_of_axes = [sizes[axis] for axis in exchange.axes]
 
-    def find_device(place: Mapping[str, int], number: int) -> tuple[int, ...]:
-        """The index along the mesh dims: of device 3 over "b" where "a" is 1, (1, 3)."""
-        along = dict(zip(exchange.axes, np.unravel_index(number, sizes_of_axes), strict=True))
-        return tuple(int({**place, **along}[axis]) for axis in sizes)
+    def index(place: Mapping[str, int], number: int, first: int, size: int) -> tuple[Any, ...]:
+        """Rows of a device: of 5 rows from row 2 of device 3 over "b" where "a" is 1, (:, 1, 3, 2:7)."""
+        coordinates = dict(place)
+        for axis, coordinate in zip(exchange.axes, np.unravel_index(number, sizes_of_axes), strict=True):
+            coordinates[axis] = int(coordinate)
+        return (slice(None), *[coordinates[name] for name in names], slice(first, first + size))
 
     for place, slices_of_place in split_mesh(exchange, slices, sizes):
-        if any(number >= lead[list(sizes).index(axis)] for axis, number in place.items()):
-            continue  # the first device along such an axis stands for all
+        # Along an axis over which nothing is sent and nothing differs, the first device stands for all.
+        if any(number >= lead[names.index(name)] for name, number in place.items()):
+            continue
         for x in list_slices(exchange, slices_of_place):
-            source = (slice(None), *find_device(place, x.sender), slice(x.start, x.start + x.size))
-            target = (slice(None), *find_device(place, x.receiver), slice(x.target, x.target + x.size))
-            result[target] = sources[source]
+            result[index(place, x.receiver, x.target, x.size)] = operands[index(place, x.sender, x.start, x.size)]
     return result
 
 
