@@ -158,10 +158,12 @@ def exchange_rows(operands: Sequence[jax.Array], exchange: Exchange) -> jax.Arra
     starts, sizes, targets = arriving
     senders = jnp.repeat(members, exchange.slices)
     # [room, slices]: the output [a, b, c] with a slice of one row at 1 is covered as [[no], [yes], [no]].
-    row = jnp.arange(exchange.room)[:, None]
-    covers = (row >= targets) & (row < targets + sizes)
+    row = jnp.arange(exchange.room)
+    is_behind_start = row[:, None] >= targets[None]
+    is_before_end = row[:, None] < (targets + sizes)[None]
+    covers = is_behind_start & is_before_end
     which = jnp.argmax(covers, 1)
-    place = senders[which] * exchange.rows + starts[which] + jnp.arange(exchange.room) - targets[which]
+    place = senders[which] * exchange.rows + starts[which] + row - targets[which]
     rows = sources.reshape(-1, *operand.shape[1:])
     received = rows.at[place].get(mode="fill", fill_value=0)
     is_written = _widen(covers.any(1), output.ndim)

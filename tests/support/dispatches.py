@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import shardkit as sk
-
 EXPERTS = 2  # of a device
 
 
@@ -52,7 +50,7 @@ class Dispatch:
     starts: Callable[[Any], Any] = shift
     room: int | None = None
     buffer: Callable[[Any, int], Any] = lambda x, rows: jnp.zeros_like(x, shape=(rows, *x.shape[1:]))
-    norm: Callable[[Any, Any], Any] = lambda rows, gain: rows * gain
+    norm: Callable[[Any, Any], Any] = lambda rows, gain: rows * gain[None]
 
     def __call__(self, x_tD, router_DE, gain_D, w_eDF):
         n = lax.axis_size(self.axis)
@@ -62,7 +60,7 @@ class Dispatch:
         gate_t = jax.nn.sigmoid(jnp.max(score_tE, -1))
         order_t = jnp.argsort(expert_t, stable=True)
         rows_tD = x_tD[order_t]
-        sent_E = jnp.sum(expert_t[:, None] == jnp.arange(n * EXPERTS), 0)
+        sent_E = jnp.sum(expert_t[:, None] == jnp.arange(n * EXPERTS)[None], 0)
         # [sender, receiver, expert of the receiver]: what every device sends
         sizes_nne = lax.all_gather(sent_E, self.sizes_over).reshape(-1, n, EXPERTS)
         received_ne = sizes_nne[:, me]
@@ -79,9 +77,7 @@ class Dispatch:
             there["output_offsets"] = (places[:, None] + shift(sizes_nne[me], 1)).reshape(-1)
         there = self.change(there, self.axis)
         room = self.room or n * len(x_tD)
-        arrived_SD = lax.ragged_all_to_all(
-            rows_tD, self.buffer(x_tD, room), *there.values(), axis_name=self.axis
-        )
+        arrived_SD = lax.ragged_all_to_all(rows_tD, self.buffer(x_tD, room), *there.values(), axis_name=self.axis)
         hidden_SF = lax.ragged_dot(self.norm(arrived_SD, gain_D), w_eDF, received_ne.sum(0).astype(jnp.int32))
         # Back, every slice has the way of its rows the other way round: what was sent is received.
         exchange = lambda offsets: lax.all_to_all(offsets, self.axis, 0, 0, tiled=True)  # noqa: E731
@@ -93,17 +89,19 @@ class Dispatch:
         }
         back = self.back(back, self.axis)
         answers_tF = lax.ragged_all_to_all(
-            hidden_SF, jnp.zeros_like(hidden_SF, shape=(len(x_tD), hidden_SF.shape[1])), *back.values(),
+            hidden_SF,
+            jnp.zeros_like(hidden_SF, shape=(len(x_tD), hidden_SF.shape[1])),
+            *back.values(),
             axis_name=self.axis,
         )
         y_tF = jnp.zeros_like(answers_tF).at[order_t].set(answers_tF)
         return y_tF * gate_t[:, None]
 
 
-def dense(x_TD, router_DE, gain_D, w_EDF, norm=lambda rows, gain: rows * gain):
+def dense(x_TD, router_DE, gain_D, w_EDF, norm=lambda rows, gain: rows * gain[None]):
     """The same on one device, where each token meets all experts."""
     score_TE = x_TD @ router_DE
-    chosen_TE = jnp.argmax(score_TE, -1)[:, None] == jnp.arange(score_TE.shape[1])
+    chosen_TE = jnp.argmax(score_TE, -1)[:, None] == jnp.arange(score_TE.shape[1])[None]
     y_TEF = jnp.einsum("td,edf->tef", norm(x_TD, gain_D), w_EDF)
     gate_T = jax.nn.sigmoid(jnp.max(score_TE, -1))
     return jnp.where(chosen_TE[:, :, None], y_TEF, 0).sum(1) * gate_T[:, None]
