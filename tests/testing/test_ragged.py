@@ -302,7 +302,7 @@ MISTAKES = {
         (
             AT,
             "must have as recv_sizes what the senders send; device 0 along 'expert' sends ",
-            "These recv_sizes would fit on the other side: pass lax.all_to_all(recv_sizes, 'expert', 0, 0, tiled=True).",
+            "These recv_sizes would fit on the other side: pass lax.all_to_all(recv_sizes, ",
         ),
     ),
     "the offsets of the sender": (

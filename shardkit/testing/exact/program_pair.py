@@ -436,7 +436,11 @@ class ProgramPair:
         if self.with_unused is not None:
             with suppress(*NO_VALUE, UnsupportedError, CollectiveError):
                 return describe(runs._replace(on_mesh=self.with_unused), index, expected)
-        return describe(runs, index, expected)
+        try:
+            return describe(runs, index, expected)
+        except CollectiveError as error:
+            # A repair is tried with other numbers too. There a collective is wrong by itself, which says more.
+            raise UnequalError(f"{self.subject}{error}") from error
 
     def _make_runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""
