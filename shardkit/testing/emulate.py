@@ -38,8 +38,10 @@ def emulate(
 
     jax traces the kernel inside `jax.shard_map` over an abstract mesh, so it sees this mesh, its varying types and its
     differentiation rules; the traced program then runs on one device. You can differentiate it, and get the gradients
-    of the global function. Two things differ from shard_map. out_specs may omit an axis if the result varies over it by
-    type, but has equal values. And a collective that only some devices reach does not deadlock (lint finds it).
+    of the global function. It also runs `lax.ragged_all_to_all`, which CPUs do not have (a program with it has no
+    forward derivative from outside). Two things differ from shard_map. out_specs may omit an axis if the result varies
+    over it by type, but has equal values. And a collective that only some devices reach does not deadlock (lint finds
+    it).
 
     Args:
         kernel: the function that each device runs, on local arrays; pytrees in and out.
@@ -55,8 +57,9 @@ def emulate(
     Raises:
         ValueError: no axis. From the call: an indivisible dim, a spec that does not fit, `axis_index_groups`, an
             unknown collective, a result that differs along an axis missing from out_specs (not checked under an outer
-            jit or grad), or a value that differs although `assume_replicated` calls it equal (not checked under an
-            outer jit).
+            jit or grad), a value that differs although `assume_replicated` calls it equal, or rows of a
+            ragged_all_to_all that overlap, lie outside of an array, or are not what the receiver expects. Of the last
+            two jax makes a JaxRuntimeError under an outer jit and in a backward pass.
         TypeError: from the call: a spec other than a PartitionSpec.
         TypeError, ValueError: errors of tracing the kernel.
 
