@@ -28,8 +28,8 @@ from shardkit.testing._kernels import explain_error
 
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
 Note = Callable[[str], None]
-# Primitives that jax maps by one vmap, and not by a vmap of it, as a mesh of two axes needs.
-_ONE_VMAP = {"ragged_dot_general"}
+# Primitives that jax cannot map by a vmap within another, nor along any dim but the first.
+_HARD_TO_MAP = {"ragged_dot_general"}
 # A function of arrays that returns a list of them.
 ArrayFunction = Callable[..., list[Any]]
 
@@ -102,7 +102,10 @@ def _find_custom_derivatives(jaxpr: Any) -> set[str]:
             names.add(site.name)
         # jax's gradient of a ragged_all_to_all is another one. Where it is wrong, as for a row that is sent twice, that
         # of the vmaps would be right, and so not what a chip computes.
-        if registered(site.name).sent is not None or site.name in _ONE_VMAP:
+        if registered(site.name).sent is not None:
+            names.add(site.name)
+        # What runs for one device after the other has no gradient: the program of its derivative runs likewise.
+        if site.name in _HARD_TO_MAP:
             names.add(site.name)
         if site.name == compat.SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
             names.add(site.name)
@@ -238,7 +241,7 @@ class _Emulator(JaxprInterpreter[Any]):
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)
         inner_jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
-        if name in _ONE_VMAP and len(compat.bound_axes()) > 1:
+        if name in _HARD_TO_MAP and compat.bound_axes():
             return _bind_in_turn(equation, operands)
         if not any(map(_needs_shard_map, inner_jaxprs)):
             return _bind_without_mesh(equation, operands)
@@ -387,7 +390,7 @@ def _bind_without_mesh(equation: Any, operands: list[Any]) -> list[Any]:
 
 
 def _bind_in_turn(equation: Any, operands: list[Any]) -> list[Any]:
-    """Binds the primitive for one device after the other, where jax cannot map it over several axes."""
+    """Binds the primitive for one device after the other, where jax cannot map it."""
 
     @jax.custom_batching.sequential_vmap
     def bind(*operands: Any) -> list[Any]:

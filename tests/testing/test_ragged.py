@@ -262,6 +262,23 @@ def test_a_users_dispatch_is_proved(sizes):
         assert "never else than true: ragged_all_to_all with room for its rows at dispatches.py:" in str(proof)
 
 
+# jax maps a ragged_dot by one vmap along dim 0: not of rows alone, with the same experts, and not over two axes.
+@pytest.mark.parametrize("sizes", [{"a": 4}, {"a": 2, "b": 2}], ids=["4", "2x2"])
+def test_a_ragged_dot_of_the_same_experts_is_mapped(sizes):
+    rng = np.random.default_rng(5)
+    x, w = (rng.normal(size=shape).astype("f") for shape in ((12, 3), (2, 3, 2)))
+    groups = np.array([1, 2])
+    rows = P(tuple(sizes))
+    run = emulate(lambda x, w: lax.ragged_dot(x, w, groups), sizes, (rows, P()), rows)
+
+    def total(function, *args):
+        return jnp.sum(jnp.sin(function(*args)))
+
+    by_hand = lambda x, w: jnp.concatenate([lax.ragged_dot(x[i : i + 3], w, groups) for i in range(0, 12, 3)])  # noqa: E731
+    got, wanted = (jax.value_and_grad(partial(total, function), argnums=(0, 1))(x, w) for function in (run, by_hand))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
+
+
 def exchange(offsets, axis):
     return lax.all_to_all(offsets, axis, 0, 0, tiled=True)
 
