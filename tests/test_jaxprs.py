@@ -161,7 +161,7 @@ def test_rows_are_primitives_and_the_collectives_of_jax_are_rows():
     assert {row.kind for row in sending.values()} == {*COLLECTIVE_KINDS, "broadcast"}
     assert {row.gradient for row in rows.values()} <= {*COLLECTIVE_KINDS, None}
     assert all(row.why for row in sending.values() if row.gradient)
-    assert {name for name, row in sending.items() if not row.emulate} == {"ragged_all_to_all", "pbroadcast"}
+    assert {name for name, row in sending.items() if not row.emulate} == {"pbroadcast"}
     assert not any(row.opcode or row.emulate or row.reduces for row in rows.values() if not row.kind)
 
 

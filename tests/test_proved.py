@@ -76,7 +76,7 @@ def test_ranges_groups_that_nobody_must_prove_and_other_comments(tmp_path, capsy
     ("text", "errors"),
     [
         ("def test_a():  # proves S1, S9\n    pass\n", ["test_planted.py:1: there is no feature S9."]),
-        ("def test_a():  # proves N71\n    pass\n", ["test_planted.py:1: there is no feature N71."]),
+        ("def test_a():  # proves N73\n    pass\n", ["test_planted.py:1: there is no feature N73."]),
         ("def test_a():  # proves S2-S4\n    pass\n", ["test_planted.py:1: there is no feature S4."]),
         ("def test_a():  # proves S3-S1\n    pass\n", ["test_planted.py:1: there is no feature S3-S1."]),
         (

@@ -15,6 +15,7 @@ from jax import lax
 
 from shardkit._arguments.checks import quote
 from shardkit._jax import compat
+from shardkit._jax.ragged import describe_exchange, exchange_rows
 
 # The primitive of `assume_replicated`.
 ASSUMED = "assume_replicated"
@@ -33,7 +34,7 @@ class Primitive(NamedTuple):
     # the reason for that collective, in a sentence about a {value} and the axes, {over} or {along} which it is
     why: str = ""
     # `emulate(x, axes, params)` is the result for an operand under `jax.vmap` over named axes; None if there is no such
-    # form
+    # form. Where `sent` says how many of the operands are data, x is the list of all operands.
     emulate: Callable[[Any, tuple[str, ...], Any], Any] | None = None
     # the parameters that hold its mesh axes, a name or a tuple of names each
     axes: tuple[str, ...] = ("axes", "axis_name")
@@ -99,6 +100,11 @@ def _permute(x: Any, axes: tuple[str, ...], params: Any) -> Any:
     return jnp.where(sender >= 0, _gather_tiled(x[None], names, 0)[sender], jnp.zeros_like(x))
 
 
+def _exchange_ragged(operands: Any, axes: tuple[str, ...], params: Any) -> Any:
+    devices = math.prod(compat.bound_axes()[name] for name in axes)
+    return exchange_rows(operands, describe_exchange(operands, axes, devices, params["axis_index_groups"]))
+
+
 _SUM_REASON = "{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
 _GATHER_REASON = (
     "{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the devices and "
@@ -129,7 +135,7 @@ _ROWS = (
     _REDUCE._replace(name="pmax", reduces="maximum", emulate=lambda x, axes, _: lax.pmax(x, axes)),
     _REDUCE._replace(name="pmin", reduces="minimum", emulate=lambda x, axes, _: lax.pmin(x, axes)),
     _EXCHANGE._replace(name="all_to_all", opcode="all-to-all", emulate=_exchange),
-    _EXCHANGE._replace(name="ragged_all_to_all", opcode="ragged-all-to-all", sent=1),
+    _EXCHANGE._replace(name="ragged_all_to_all", opcode="ragged-all-to-all", emulate=_exchange_ragged, sent=1),
     _PERMUTE._replace(name="ppermute", opcode="collective-permute", emulate=_permute),
     Primitive("pbroadcast", "broadcast"),
     _CAST._replace(name="pvary", gradient="all_reduce"),

@@ -13,6 +13,7 @@ from shardkit._arguments.checks import Axis, at_least
 from shardkit._arguments.typed import typed
 from shardkit._jax import backends
 from shardkit._jax.compat import bound
+from shardkit._jax.ragged import invalid_value
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_to_all
 
@@ -77,7 +78,7 @@ def ragged_all_to_all(
     if dense is None:
         dense = backends.platform() == "cpu"
     if not dense:
-        fill = jnp.where(invalid, _invalid_value(x.dtype), jnp.zeros((), x.dtype))
+        fill = jnp.where(invalid, invalid_value(x.dtype), jnp.zeros((), x.dtype))
         result = vary_like(jnp.full((rows, *x.shape[1:]), fill), x)
         # The sender says where the target puts its rows: after the rows that earlier devices send to the target.
         offsets = _sum_before(counts)[me]
@@ -90,7 +91,7 @@ def ragged_all_to_all(
     no_row = n * limit  # an index that reads zeros
     index = jnp.where(sender < n, index, no_row)
     result = blocks.at[index].get(mode="fill", fill_value=0)
-    return jnp.where(invalid, _invalid_value(x.dtype), result)
+    return jnp.where(invalid, invalid_value(x.dtype), result)
 
 
 def _exchange_blocks(
@@ -119,20 +120,6 @@ def _are_invalid(counts: Any, has: int, rows: int, limit: int) -> Any:
     invalid |= (counts.sum(axis=1) > has).any()  # a device sends more than it has
     invalid |= (counts.sum(axis=0) > rows).any()  # or receives more than there is room for
     return invalid
-
-
-def _invalid_value(dtype: Any) -> jax.Array:
-    """The value of an invalid result, as jax fills out-of-bounds reads."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(jnp.nan, dtype)
-    if dtype == jnp.bool_:
-        return jnp.asarray(True)
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"ragged_all_to_all: rows must be numbers; got {dtype}. Pass jax.random.key_data(keys).")
-    info = jnp.iinfo(dtype)
-    if info.min == 0:
-        return jnp.asarray(info.max, dtype)
-    return jnp.asarray(info.min, dtype)
 
 
 def _check_arguments(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:

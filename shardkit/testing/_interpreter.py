@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,15 @@ from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, solve_operands, while_operands
 from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, TABLE, registered
+from shardkit._jax.ragged import describe_exchange, find_fault_on_mesh, refuse_gradient
 from shardkit.meshes.layout import all_axes, split_dims
 from shardkit.testing._compare import distance, find_other_bits, is_float
 from shardkit.testing._kernels import explain_error
 
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
 Note = Callable[[str], None]
+# Primitives that jax cannot map by a vmap within another, nor along any dim but the first.
+_HARD_TO_MAP = {"ragged_dot_general"}
 # A function of arrays that returns a list of them.
 ArrayFunction = Callable[..., list[Any]]
 
@@ -95,6 +99,13 @@ def _find_custom_derivatives(jaxpr: Any) -> set[str]:
     names = set()
     for site in walk(jaxpr):
         if site.name.startswith(("custom_jvp", "custom_vjp")):
+            names.add(site.name)
+        # jax's gradient of a ragged_all_to_all is another one. Where it is wrong, as for a row that is sent twice, that
+        # of the vmaps would be right, and so not what a chip computes.
+        if registered(site.name).sent is not None:
+            names.add(site.name)
+        # What runs for one device after the other has no gradient: the program of its derivative runs likewise.
+        if site.name in _HARD_TO_MAP:
             names.add(site.name)
         if site.name == compat.SOLVE and _needs_shard_map(site.equation.params["jaxprs"].solve.jaxpr):
             names.add(site.name)
@@ -205,6 +216,7 @@ class _Emulator(JaxprInterpreter[Any]):
     """
 
     note: Note
+    backward: bool = False  # whether differentiation made the program for the backward pass
 
     def constant(self, x: Any) -> Any:
         return _drop_mesh(x)
@@ -223,9 +235,14 @@ class _Emulator(JaxprInterpreter[Any]):
         # A cast changes over which axes a value varies by its type. Under vmap there are no such types, nor futures.
         if row.cast or row.waits:
             return operands
+        if row.sent is not None and row.emulate is not None:
+            _check_slices(equation, operands, self.note, self.backward or compat.in_backward(equation))
+            return [row.emulate(operands, mesh_axes(equation), equation.params)]
         if row.emulate is not None or row.kind is not None:
             return _run_collective(equation, operands)
         inner_jaxprs = [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+        if name in _HARD_TO_MAP and compat.bound_axes():
+            return _bind_in_turn(equation, operands)
         if not any(map(_needs_shard_map, inner_jaxprs)):
             return _bind_without_mesh(equation, operands)
         if name == compat.SOLVE:
@@ -235,6 +252,10 @@ class _Emulator(JaxprInterpreter[Any]):
             f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the "
             "kernel with jax.shard_map on simulated devices."
         )
+
+    def call(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        inside = replace(self, backward=self.backward or compat.in_backward(equation))
+        return inside.run(body, operands)
 
     def cond(self, equation: Any, branches: list[Any], operands: list[Any]) -> Sequence[Any]:
         index, *arguments = operands
@@ -279,9 +300,10 @@ class _Emulator(JaxprInterpreter[Any]):
         params = equation.params
         sizes = {name: params["mesh"].shape[name] for name in compat.manual_axes(equation)}
         specs = params["in_specs"]
+        inside = replace(self, backward=self.backward or compat.in_backward(equation))
 
         def run_device(_: Any, *leaves: Any) -> list[Any]:
-            return self.run(body, leaves)
+            return inside.run(body, leaves)
 
         # The last axis of the mesh is the innermost vmap: so each vmap maps dim 0 of its arrays. The first argument,
         # `devices`, has every axis, so that each vmap maps at least one.
@@ -327,6 +349,33 @@ def _run_collective(equation: Any, operands: list[Any]) -> list[Any]:
     return [row.emulate(x, axes, equation.params) for x in operands]
 
 
+def _check_slices(equation: Any, operands: list[Any], note: Note, is_gradient: bool) -> None:
+    """Notes what is wrong about the offsets and sizes of a ragged_all_to_all when the program runs."""
+    sizes = compat.bound_axes()
+    axes = mesh_axes(equation)
+    where = f"{equation.primitive.name} at {source_line(equation)}"
+    devices = math.prod(sizes[name] for name in axes)
+    groups = equation.params["axis_index_groups"]
+    try:
+        avals = [variable.aval for variable in equation.invars]
+        if is_gradient:
+            refuse_gradient(avals, axes, devices, groups)
+        exchange = describe_exchange(avals, axes, devices, groups, is_gradient)
+    except ValueError as error:
+        raise ValueError(f"emulate: {where} {error}") from error
+
+    def check(values: np.ndarray) -> None:
+        sentence = find_fault_on_mesh(exchange, values, dict(sizes))
+        if sentence:
+            note(f"{where} {sentence}")
+
+    # [4, slices]: the offsets and sizes of this device; then [*sizes of the mesh, 4, slices], as for a comparison.
+    slices = jnp.stack([x.astype(jnp.int32) for x in operands[2:]])
+    for name in reversed(sizes):
+        slices = lax.all_gather(slices, name)
+    jax.debug.callback(check, slices)
+
+
 def _bind_without_mesh(equation: Any, operands: list[Any]) -> list[Any]:
     """Binds the primitive itself; `compat.bind` would restore the mesh."""
     primitive = equation.primitive
@@ -338,6 +387,16 @@ def _bind_without_mesh(equation: Any, operands: list[Any]) -> list[Any]:
     if primitive.multiple_results:
         return list(results)
     return [results]
+
+
+def _bind_in_turn(equation: Any, operands: list[Any]) -> list[Any]:
+    """Binds the primitive for one device after the other, where jax cannot map it."""
+
+    @jax.custom_batching.sequential_vmap
+    def bind(*operands: Any) -> list[Any]:
+        return _bind_without_mesh(equation, list(operands))
+
+    return bind(*operands)
 
 
 def _compare_devices(x: Any, equation: Any, note: Note) -> None:

@@ -11,7 +11,8 @@ Worked example: `lambda x: all_reduce(x, "data")` on data=4, with x [8] split ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,10 @@ def emulate(
 
     jax traces the kernel inside `jax.shard_map` over an abstract mesh, so it sees this mesh, its varying types and its
     differentiation rules; the traced program then runs on one device. You can differentiate it, and get the gradients
-    of the global function. Two things differ from shard_map. out_specs may omit an axis if the result varies over it by
-    type, but has equal values. And a collective that only some devices reach does not deadlock (lint finds it).
+    of the global function; with a ragged_all_to_all or a ragged_dot in it, `jax.jvp` has to be called inside of the
+    kernel. It runs `lax.ragged_all_to_all`, which CPUs do not have. Two things differ from shard_map. out_specs may omit
+    an axis if the result varies over it by type, but has equal values. And a collective that only some devices reach
+    does not deadlock (lint finds it).
 
     Args:
         kernel: the function that each device runs, on local arrays; pytrees in and out.
@@ -54,8 +57,9 @@ def emulate(
     Raises:
         ValueError: no axis. From the call: an indivisible dim, a spec that does not fit, `axis_index_groups`, an
             unknown collective, a result that differs along an axis missing from out_specs (not checked under an outer
-            jit or grad), or a value that differs although `assume_replicated` calls it equal (not checked under an
-            outer jit).
+            jit or grad), a value that differs although `assume_replicated` calls it equal, or rows of a
+            ragged_all_to_all that overlap, lie outside of an array, or are not what the receiver expects. Of the last
+            two jax makes a JaxRuntimeError under an outer jit and in a backward pass.
         TypeError: from the call: a spec other than a PartitionSpec.
         TypeError, ValueError: errors of tracing the kernel.
 
@@ -72,8 +76,7 @@ def emulate(
         )
     sizes = tuple(map(int, mesh_sizes.values()))
     mesh: Any = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    # What callbacks note while a call runs: values that `assume_replicated` wrongly says are equal.
-    unequal: list[str] = []
+    notes = _Notes()
 
     @partial(jax.jit, static_argnums=(1, 2))
     def run_all_devices(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
@@ -87,7 +90,7 @@ def emulate(
         mapped = jax.shard_map(
             run_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma
         )
-        return interpret(mapped, mesh, unequal.append)(*leaves)
+        return interpret(mapped, mesh, notes.add)(*leaves)
 
     def run(*args: Any) -> Any:
         __tracebackhide__ = True
@@ -95,16 +98,42 @@ def emulate(
         check_kind("emulate", "args", args, (ARRAYS,))
         specs = tuple(_list_specs("in_specs", in_specs, args))
         leaves = _list_leaves(args, specs, mesh)
-        # A call that raised has left its notes here.
-        unequal.clear()
-        with writing_kernels_out():
+        with notes.reading(), writing_kernels_out():
             out = run_all_devices(leaves, specs, jax.tree.structure(args))
-        jax.effects_barrier()  # the callbacks that find unequal values have run
-        if unequal:
-            raise ValueError(f"emulate: {unequal[0]}")
+            jax.effects_barrier()  # the callbacks that look at values have run
+        if notes.sentences:
+            raise ValueError(f"emulate: {notes.sentences[0]}")
         return _join_results(out, _list_specs("out_specs", out_specs, out), mesh)
 
     return run
+
+
+class _Notes:
+    """What callbacks note while a program runs, as values that `assume_replicated` wrongly says are equal.
+
+    Attributes:
+        sentences: the notes of the last call.
+    """
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+        self._is_read = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A call, which reads its notes at its end."""
+        self.sentences.clear()  # a call that raised has left its own
+        self._is_read = True
+        try:
+            yield
+        finally:
+            self._is_read = False
+
+    def add(self, sentence: str) -> None:
+        """Notes a sentence; where no call would read it, as in a backward pass, jax fails with it."""
+        if not self._is_read:
+            raise ValueError(f"emulate: {sentence}")
+        self.sentences.append(sentence)
 
 
 def _check_count(in_specs: Any, args: Sequence[Any]) -> None:

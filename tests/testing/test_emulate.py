@@ -252,8 +252,9 @@ def test_errors_in_full():
     )
     assert message(lambda x: lax.pbroadcast(x, "b", 1), P("b"), P(), x) == (
         "emulate: a collective must be one of 'all_gather', 'all_gather_invariant', 'all_gather_reduced', "
-        "'all_to_all', 'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'reduce_scatter', 'unreduced_psum', "
-        "'unreduced_reduce_scatter'; got pbroadcast. Run the kernel with jax.shard_map on simulated devices."
+        "'all_to_all', 'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'ragged_all_to_all', 'reduce_scatter', "
+        "'unreduced_psum', 'unreduced_reduce_scatter'; got pbroadcast. Run the kernel with jax.shard_map on simulated "
+        "devices."
     )
     assert message(lambda x: x, ({"u": P()},), P(), {"u": x, "v": x}) == (
         "emulate: in_specs must be a prefix of the arguments; got ({'u': P()},) for PyTreeDef(({'u': *, 'v': *},)). "

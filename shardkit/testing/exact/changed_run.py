@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardkit.testing.exact.forms import sign_value
-from shardkit.testing.exact.interpreter import HangsError, Seen
-from shardkit.testing.exact.numbers.errors import NO_VALUE, UnsupportedError
+from shardkit.testing.exact.interpreter import Seen
+from shardkit.testing.exact.numbers.errors import NO_VALUE, CollectiveError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
@@ -86,7 +86,7 @@ class _EndlessError(Exception):
 # operands whose shapes do not fit.
 _MEANINGLESS = (
     DiffersError,
-    HangsError,
+    CollectiveError,
     *NO_VALUE,
     UnsupportedError,
     _OtherShapeError,

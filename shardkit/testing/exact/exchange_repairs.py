@@ -79,6 +79,9 @@ def repair_collective(bench: Bench) -> Iterator[Repair]:
     if row.kind is None:
         return
     bound = mesh_axes(bench.equation)
+    if row.sent is not None:  # a ragged exchange, of which other operands say what is sent
+        yield from _repair_axes(bench, bound)
+        return
     [x] = bench.operands
     # A collective that changes the shape cannot be left out, because the equations behind it would not fit.
     if bench.shape(x) == bench.shape(bench.result):

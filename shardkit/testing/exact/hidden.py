@@ -29,8 +29,7 @@ import numpy as np
 
 from shardkit.testing.exact.decision import Decision, Key
 from shardkit.testing.exact.forms import sign_value
-from shardkit.testing.exact.interpreter import HangsError
-from shardkit.testing.exact.numbers.errors import NO_VALUE, UnsupportedError
+from shardkit.testing.exact.numbers.errors import NO_VALUE, CollectiveError, UnsupportedError
 from shardkit.testing.exact.numbers.field import EVERYWHERE, TIES, Field
 from shardkit.testing.exact.numbers.values import Exact
 from shardkit.testing.exact.pieces import DiffersError
@@ -40,7 +39,7 @@ from shardkit.testing.exact.rules.operands import Operand
 from shardkit.testing.exact.rules.primitive_rules import ORDERED
 
 # A draw that has no meaning, or none with comparisons turned round.
-_MEANINGLESS = (DiffersError, HangsError, *NO_VALUE, UnsupportedError)
+_MEANINGLESS = (DiffersError, CollectiveError, *NO_VALUE, UnsupportedError)
 # What takes one of two numbers, or says which is larger: for other inputs it takes the other one.
 _CHOICES = {*ORDERED, "select_n", "round", "floor", "ceil", "lt_to", "le_to"}
 _MOST_TURNED = 6  # choices that may hide a comparison in a draw

@@ -28,7 +28,7 @@ from shardkit._jax.jaxprs import mesh_axes, source_line, walk
 from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.testing.exact.following import mark_chosen, mark_moved, mark_results, note_known
 from shardkit.testing.exact.numbers.assembly import join_exact
-from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.errors import CollectiveError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.inputs import draw_input
 from shardkit.testing.exact.numbers.values import Exact
@@ -65,7 +65,7 @@ CONTROL_FLOW = ("shard_map", "scan", "while", "cond")
 _NEVER_RECALLED = {*CONTROL_FLOW, *compat.CALLS, compat.HIGH_LEVEL, compat.SOLVE, UNDEFINED}
 
 
-class HangsError(Exception):
+class HangsError(CollectiveError):
     """A collective that some of its devices do not reach, so that the others wait for ever."""
 
     def __init__(self, name: str, axis: str, line: str):
@@ -81,12 +81,14 @@ class Interpreter(JaxprInterpreter[Operand]):
         axes: the bound mesh axes with their sizes, in the order of the dims in front.
         seen: watches the run; None if nothing does.
         around: the line of the call around the equations, which is named where an equation has no line.
+        backward: whether differentiation made the program for the backward pass.
     """
 
     field: Field
     axes: Mapping[str, int] = attribute(default_factory=dict)
     seen: Seen | None = None
     around: str = ""
+    backward: bool = False
 
     # Both are asked at every equation.
     @cached_property
@@ -97,7 +99,7 @@ class Interpreter(JaxprInterpreter[Operand]):
     @cached_property
     def scope(self) -> Scope:
         """The argument of rules beside an equation and its operands."""
-        return Scope(self.field, self.rank, self.around)
+        return Scope(self.field, self.rank, self.around, self.backward)
 
     def constant(self, x: Any) -> Operand:
         """An array that a program closes over, as a known array with a dim of size 1 in front for each axis."""
@@ -173,7 +175,7 @@ class Interpreter(JaxprInterpreter[Operand]):
         if name == "axis_index":
             return [Devices(self.field, self.axes).number(mesh_axes(equation))]
         if row.kind is not None:
-            return apply_collective(self.field, self.axes, equation, operands)
+            return apply_collective(self.scope, self.axes, equation, operands)
         if name in _PRINTS:
             return []
         if name == compat.HIGH_LEVEL:
@@ -196,7 +198,8 @@ class Interpreter(JaxprInterpreter[Operand]):
     def call(self, equation: Any, body: Any, operands: list[Operand]) -> list[Operand]:
         """The results of a function that an equation calls."""
         # Equations without a line of their own are named by the line of the call.
-        inside = replace(self, around=source_line(equation, self.around))
+        backward = self.backward or compat.in_backward(equation)
+        inside = replace(self, around=source_line(equation, self.around), backward=backward)
         return inside.run(body, operands)
 
     # Devices
@@ -206,7 +209,8 @@ class Interpreter(JaxprInterpreter[Operand]):
         params = equation.params
         sizes = {name: params["mesh"].shape[name] for name in compat.manual_axes(equation)}
         # The dims of this shard_map's axes come after the dims of axes that are bound around it.
-        inside = Interpreter(self.field, {**self.axes, **sizes}, self.seen)
+        backward = self.backward or compat.in_backward(equation)
+        inside = Interpreter(self.field, {**self.axes, **sizes}, self.seen, backward=backward)
         pieces = []
         for number, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
             cut = partial(cut_array, self.field, self.rank, x, spec, sizes)

@@ -27,10 +27,11 @@ from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
 from shardkit.testing.exact.decision import Key
 from shardkit.testing.exact.difference import describe_difference, describe_remedy
 from shardkit.testing.exact.evidence import Evidence, UndecidedError, UnprovableError
-from shardkit.testing.exact.interpreter import HangsError, Seen
+from shardkit.testing.exact.interpreter import Seen
 from shardkit.testing.exact.no_number import describe_no_number, find_first_no_number
 from shardkit.testing.exact.numbers.errors import (
     NO_VALUE,
+    CollectiveError,
     NestedLogarithmsError,
     RedrawError,
     TooDeepError,
@@ -351,7 +352,7 @@ class ProgramPair:
                 f"{self.where}: each operation on a float must have a meaning in a finite field; {error} {place}has "
                 "none. Prove the part before it, or compare floats with assert_matches_reference."
             ) from error
-        except HangsError as error:
+        except CollectiveError as error:
             raise UnequalError(f"{self.subject}{error}") from error
         except DiffersError as error:
             line = self._locate(field, 0, None)
@@ -433,9 +434,13 @@ class ProgramPair:
         runs = self._make_runs(field)
         # First with the equations that no result needs: the mistake may be that one of their values is not read.
         if self.with_unused is not None:
-            with suppress(*NO_VALUE, UnsupportedError, HangsError):
+            with suppress(*NO_VALUE, UnsupportedError, CollectiveError):
                 return describe(runs._replace(on_mesh=self.with_unused), index, expected)
-        return describe(runs, index, expected)
+        try:
+            return describe(runs, index, expected)
+        except CollectiveError as error:
+            # A repair is tried with other numbers too. There a collective is wrong by itself, which says more.
+            raise UnequalError(f"{self.subject}{error}") from error
 
     def _make_runs(self, field: Field) -> Runs:
         """Both programs, to be run once more without noting comparisons."""

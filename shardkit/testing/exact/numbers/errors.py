@@ -23,6 +23,10 @@ class UnknownValueError(Exception):
 NO_VALUE = (RedrawError, TooDeepError, NestedLogarithmsError, UnknownValueError)
 
 
+class CollectiveError(Exception):
+    """A collective that the devices of a mesh cannot do together: some wait for ever, or write what others write."""
+
+
 class UnsupportedError(Exception):
     """A primitive that has no meaning in the field.
 

@@ -156,7 +156,7 @@ def _apply(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seque
     if name == "sort":  # in the order of the floats, which are known: the rule orders unknown numbers
         return sort_by(operands[0], lifted[0], scope.rank + equation.params["dimension"])
     if registered(name).kind is not None:
-        [exact] = apply_collective(scope.field, axes, equation, lifted)
+        [exact] = apply_collective(scope, axes, equation, lifted)
     else:
         [exact] = apply_rule(scope, equation, lifted)
     return exact

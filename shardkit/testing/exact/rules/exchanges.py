@@ -9,7 +9,8 @@ example, one psum. On a mesh of data=2, model=3, x has the shape [2, 1] + [5]: i
 
 Sums in the field are exact, so that the order in which devices are added does not matter. An all_gather takes the dim
 of the mesh axis to the dim that is gathered; a reduce_scatter sums, and takes a piece of that dim to the mesh axis; a
-ppermute reorders the rows of the mesh axis; an all_to_all exchanges it with the dim that is split.
+ppermute reorders the rows of the mesh axis; an all_to_all exchanges it with the dim that is split. A ragged_all_to_all
+copies rows from one device's array to another's, to places that are known integers.
 """
 
 from __future__ import annotations
@@ -21,21 +22,30 @@ from typing import Any
 
 import numpy as np
 
+from shardkit._jax.compat import in_backward
 from shardkit._jax.jaxprs import mesh_axes
 from shardkit._jax.primitives import registered
+from shardkit._jax.ragged import (
+    Exchange,
+    describe_exchange,
+    find_fault_on_mesh,
+    list_slices,
+    refuse_gradient,
+    split_mesh,
+)
 from shardkit.testing.exact.numbers.arithmetic import multiply, sum_dims
-from shardkit.testing.exact.numbers.assembly import where
-from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.exact.numbers.assembly import join_parts, where
+from shardkit.testing.exact.numbers.errors import CollectiveError, UnsupportedError
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_keys
 from shardkit.testing.exact.numbers.values import Exact
-from shardkit.testing.exact.rules.operands import Known, Operand, move_operand
+from shardkit.testing.exact.rules.operands import Known, Operand, move_operand, require_known
 from shardkit.testing.exact.rules.scope import Scope
 
 
 def apply_collective(
-    field: Field, sizes: Mapping[str, int], equation: Any, operands: Sequence[Operand]
+    scope: Scope, sizes: Mapping[str, int], equation: Any, operands: Sequence[Operand]
 ) -> list[Operand]:
     """The results of a collective on all devices of a mesh with axes of these sizes.
 
@@ -43,12 +53,14 @@ def apply_collective(
     """
     name = equation.primitive.name
     params = equation.params
+    if name == "ragged_all_to_all":
+        return [_exchange_slices(scope, sizes, equation, operands)]
     if params.get("axis_index_groups") is not None:
         raise UnsupportedError(f"{name} with axis_index_groups")
     # jax names an axis of jax.vmap by an integer.
     if any(isinstance(axis, int) for axis in params.get("axes", ())):
         raise UnsupportedError(f"{name} over an axis of the mesh and one of jax.vmap together")
-    devices = Devices(field, sizes)
+    devices = Devices(scope.field, sizes)
     axes = mesh_axes(equation)
     row = registered(name)
     if row.kind == "all_reduce":
@@ -302,6 +314,88 @@ class Devices:
 
         merged = part.reshape(math.prod(sizes), *part.shape[count:])
         return merged, restore
+
+
+# Ragged exchanges
+
+
+def _exchange_slices(scope: Scope, sizes: Mapping[str, int], equation: Any, operands: Sequence[Operand]) -> Operand:
+    """A ragged_all_to_all: the output, with the slices of other devices' operands in it.
+
+    Worked example: two devices with the operands [a, b] and [c, d] each send their last row to row 0 of the other. The
+    outputs are [0, 0, 0], and the results [d, 0, 0] and [b, 0, 0].
+    """
+    operand, output, *offsets = operands
+    name = equation.primitive.name
+    known = [require_known(x, f"{name} with offsets or sizes") for x in offsets]
+    axes = mesh_axes(equation)
+    line = f"{name} at {scope.line(equation)}"
+    devices = math.prod(sizes[axis] for axis in axes)
+    avals = [variable.aval for variable in equation.invars]
+    groups = equation.params["axis_index_groups"]
+    is_gradient = scope.backward or in_backward(equation)
+    try:
+        if is_gradient:
+            refuse_gradient(avals, axes, devices, groups)
+        exchange = describe_exchange(avals, axes, devices, groups, is_gradient)
+    except ValueError as error:
+        raise CollectiveError(f"{line} {error}") from error
+    mesh_shape = tuple(sizes.values())
+    rows = [np.broadcast_to(x, (*mesh_shape, x.shape[-1])) for x in known]
+    slices = np.stack(rows, -2)  # [*sizes, 4, slices]
+    fault = find_fault_on_mesh(exchange, slices, sizes)
+    if fault:
+        raise CollectiveError(f"{line} {fault}")
+    # Where floats decide the sizes, as a router does, the rows have room for these inputs. A draw in which all rows are
+    # alike, and so go to one device, asks it of others.
+    field = scope.field
+    if field.coverage is not None and field.marks.any_follows_floats(known):
+        has_room = np.ones((1,) * scope.rank, bool)
+        field.coverage.note_integers(field, equation, scope.line(equation), has_room, (), " with room for its rows")
+    # The sizes of the mesh dims in front: along an axis over which nothing is sent and nothing differs, one device.
+    lead = list(np.broadcast_shapes(*[x.shape[: scope.rank] for x in operands]))
+    for axis in axes:
+        lead[list(sizes).index(axis)] = sizes[axis]
+
+    def write(parts: list[np.ndarray]) -> np.ndarray:
+        return _write_slices(parts, exchange, slices, sizes, tuple(lead))
+
+    if not isinstance(operand, Exact) and not isinstance(output, Exact):
+        [result] = write([operand[None], output[None]])
+        return result
+    sources = [scope.lift_one(operand), scope.lift_one(output)]
+    return join_parts(sources, write, is_power=all(x.is_power for x in sources))
+
+
+def _write_slices(
+    parts: Sequence[np.ndarray],
+    exchange: Exchange,
+    slices: np.ndarray,
+    sizes: Mapping[str, int],
+    lead: tuple[int, ...],
+) -> np.ndarray:
+    """A part [components, *lead, room, ...] of the outputs, with the slices of the operands' part written into it."""
+    rank = len(lead)
+    names = list(sizes)
+    operand, output = parts
+    operands = np.broadcast_to(operand, (len(operand), *lead, *operand.shape[1 + rank :]))
+    result = np.broadcast_to(output, (len(output), *lead, *output.shape[1 + rank :])).copy()
+    sizes_of_axes = [sizes[axis] for axis in exchange.axes]
+
+    def index(place: Mapping[str, int], number: int, first: int, size: int) -> tuple[Any, ...]:
+        """Rows of a device: of 5 rows from row 2 of device 3 over "b" where "a" is 1, (:, 1, 3, 2:7)."""
+        coordinates = dict(place)
+        for axis, coordinate in zip(exchange.axes, np.unravel_index(number, sizes_of_axes), strict=True):
+            coordinates[axis] = int(coordinate)
+        return (slice(None), *[coordinates[name] for name in names], slice(first, first + size))
+
+    for place, slices_of_place in split_mesh(exchange, slices, sizes):
+        # Along an axis over which nothing is sent and nothing differs, the first device stands for all.
+        if any(number >= lead[names.index(name)] for name, number in place.items()):
+            continue
+        for x in list_slices(exchange, slices_of_place):
+            result[index(place, x.receiver, x.target, x.size)] = operands[index(place, x.sender, x.start, x.size)]
+    return result
 
 
 def _split_dim(part: np.ndarray, dim: int, n: int) -> np.ndarray:

@@ -24,11 +24,13 @@ class Scope:
         field: the arithmetic.
         rank: the number of mesh dims in front.
         around: the line of the call around the equation, which stands for an equation without a line.
+        backward: whether differentiation made a program around the equation for the backward pass.
     """
 
     field: Field
     rank: int
     around: str = ""
+    backward: bool = False
 
     def lift(self, *operands: Operand) -> list[Exact]:
         """Operands in the field, with dims that broadcast: scalars get dims of size 1 after the dims of the mesh."""
