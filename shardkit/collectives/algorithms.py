@@ -337,7 +337,7 @@ def compressed(
     inner: Axis | None = None,
     inner_dtype: WireDType | None = None,
 ) -> Algorithm:
-    """Weights or gradients sent in a small dtype, block by block; see `sk.compressed`.
+    """Weights or gradients sent in a small dtype, block by block; see `sk.compressed`. All are rounded to nearest.
 
     Args:
         dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.int4, "mxfp8", "mxfp4" or "nvfp4".
@@ -382,8 +382,9 @@ def compressed(
                 f"compressed: inner_dtype={inner_name} needs an inner axis, over which it is sent; got inner=None. "
                 "Pass inner=, the axis of the fast links, or leave out inner_dtype."
             )
-    for wire_dtype in {dtype_name, inner_name or dtype_name}:
-        choose_block("compressed", wire_dtype, block)
+    choose_block("compressed", dtype_name, block)
+    if inner_name is not None:
+        choose_block("compressed", inner_name, block)
     fast_axes: tuple[str, ...] = ()
     if inner is not None:
         fast_axes = axis_names("compressed", inner)
