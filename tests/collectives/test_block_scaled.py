@@ -295,6 +295,22 @@ def test_devices_leaves_and_roundings_draw_for_themselves(mesh2x4):  # proves N7
     assert (np.asarray(other["first"]) != np.asarray(whole["first"])).any()
 
 
+# What alone finds draws that depend on how the program runs, and not on the key and the device's place alone.
+def test_raw_keys_and_emulated_devices_draw_the_same():  # proves N70
+    x = np.random.default_rng(0).normal(size=(6, 40)).astype(np.float32)
+    specs = (P(("a", "b")), P())
+
+    def kernel(x, key):
+        return compressed.all_reduce(x[0], ("b", "a"), dtype="nvfp4", compress_result=True, key=key)[0]
+
+    mesh = sk.make_mesh(jax.devices()[:6], a=2, b=3)
+    run = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=P()))
+    total = run(x, jax.random.key(7))
+    np.testing.assert_array_equal(run(x, jax.random.PRNGKey(7)), total)
+    emulated = sk.testing.emulate(kernel, {"a": 2, "b": 3}, specs, P())
+    np.testing.assert_array_equal(emulated(x, jax.random.key(7)), total)
+
+
 # What alone finds a second rounding with the draws of the first: each is unbiased, both together are not. By a sample:
 # its mean is off by 0.016 in one of three, and that of equal draws by 0.25 and 0.125.
 def test_two_roundings_have_draws_of_their_own():  # proves N70
