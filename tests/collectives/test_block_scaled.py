@@ -143,6 +143,24 @@ def test_sizes_that_fill_no_block(dtype, size):  # proves N70
     np.testing.assert_array_equal(sent(x, dtype), by_search(x, dtype))
 
 
+@pytest.mark.parametrize("dtype", BLOCK_SCALED)
+def test_zeros_and_the_smallest_scales(dtype):  # proves N70
+    """A message of zeros has scales that are numbers; what is too small for any scale is sent as zero, drawn or not."""
+    smallest = 2.0**-100 * {"mxfp8": 2.0**-9, "mxfp4": 0.5, "nvfp4": 2.0**-10}[dtype]
+    x = np.zeros((3, 40), np.float32)
+    x[1] = smallest / 2  # a tie, which is rounded to zero
+    x[2] = -1.5 * smallest  # likewise to -2 of them
+    x[2, 0] = smallest
+    np.testing.assert_array_equal(sent(x, dtype), [[0] * 40, [0] * 40, [smallest] + [-2 * smallest] * 39])
+    message = encoded(dtype, drawn=True)(x, jax.random.key(0))
+    results = restore(message, dtype, 40)
+    assert not results[0].any()
+    assert set(np.unique(results[1])) == {0, smallest}
+    assert set(np.unique(results[2])) == {smallest, -smallest, -2 * smallest}
+    tiny = np.full((1, 40), 1e-39, np.float32)  # subnormal
+    assert not sent(tiny, dtype).any()
+
+
 # What alone finds a bound in the documentation that is too small, or too large to be of use.
 @pytest.mark.parametrize("dtype", BLOCK_SCALED)
 @given(**magnitudes)
