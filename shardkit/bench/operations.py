@@ -229,7 +229,7 @@ def _bound_of_outer_sum(dtype: str, largest: float, sizes: Sequence[int]) -> flo
 def _compress(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float], dtype: str = "int8") -> Way:
     """A kernel that sends a small dtype."""
     return Way(
-        partial(kernel, dtype=jnp.dtype(dtype)),
+        partial(kernel, dtype=dtype),
         redops,
         bound=partial(bound, dtype),
         floating=True,

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least, axis_names, name_axes, one_of, quote
-from shardkit._arguments.typed import DType, typed
+from shardkit._arguments.checks import Axis, at_least, axis_names, name_axes, quote
+from shardkit._arguments.typed import typed
 from shardkit.collectives import basic, bucketed
 from shardkit.collectives import compressed as quantized
 from shardkit.collectives import hierarchical as two_level
 from shardkit.collectives import ring as rings
 from shardkit.collectives.axes import axis_size
+from shardkit.collectives.quantization import WireDType, check_dtype
 from shardkit.collectives.tables.table import Op, SendTable
 from shardkit.cost.collectives import wire
-from shardkit.cost.quantization import FORMATS, quantized_bytes
+from shardkit.cost.quantization import choose_block, quantized_bytes
 
 _KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
 __all__ = ["Algorithm", "bucket", "compressed", "hierarchical", "ring", "table"]
@@ -328,19 +329,20 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -
 
 @typed
 def compressed(
-    dtype: DType,
+    dtype: WireDType,
     *,
-    block: int = 256,
+    block: int | None = None,
     compress_result: bool = False,
     feedback: bool = False,
     inner: Axis | None = None,
-    inner_dtype: DType | None = None,
+    inner_dtype: WireDType | None = None,
 ) -> Algorithm:
-    """Weights or gradients sent in a small dtype, block by block; see `sk.compressed`.
+    """Weights or gradients sent in a small dtype, block by block; see `sk.compressed`. All are rounded to nearest.
 
     Args:
-        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
-        block: elements that share a scale, 1 or more.
+        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.int4, "mxfp8", "mxfp4" or "nvfp4".
+        block: elements that share a scale, 1 or more; by default 256. "mxfp8" and "mxfp4" have 32, "nvfp4" has 16, and
+            no other.
         compress_result: in an all_reduce, gather the sums in `dtype` too.
         feedback: keep what the sums leave out in the residuals of the TrainState, and add it to the gradients
             of the next step. So over many steps nothing is left out. Use it for gradients that are reduced once per
@@ -355,8 +357,8 @@ def compressed(
             floating-point.
 
     Raises:
-        ValueError: another dtype, an empty block, or `inner_dtype` without `inner`; from the strategy, axes that do not
-            end in `inner`.
+        ValueError: another dtype, an empty block or one of another size than the format's, or `inner_dtype` without
+            `inner`; from the strategy, axes that do not end in `inner`.
 
     Cost: for messages of Q = `cost.quantized_bytes` of what is sent to one device, Q (n-1); an all_reduce sends its
         sums too. Feedback sends nothing more, and each device holds a float32 residual for every gradient before its
@@ -371,18 +373,18 @@ def compressed(
     Source: Wang et al., ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3; for feedback Seide et al., 1-Bit Stochastic
     Gradient Descent (2014), and Karimireddy et al., Error Feedback Fixes SignSGD (2019).
     """
-    dtype_name = jnp.dtype(dtype).name
-    one_of("compressed", "dtype", dtype_name, tuple(FORMATS))
+    dtype_name = check_dtype("compressed", "dtype", dtype)
     inner_name = None
     if inner_dtype is not None:
-        inner_name = jnp.dtype(inner_dtype).name
-        one_of("compressed", "inner_dtype", inner_name, tuple(FORMATS))
+        inner_name = check_dtype("compressed", "inner_dtype", inner_dtype)
         if inner is None:
             raise ValueError(
                 f"compressed: inner_dtype={inner_name} needs an inner axis, over which it is sent; got inner=None. "
                 "Pass inner=, the axis of the fast links, or leave out inner_dtype."
             )
-    at_least("compressed", 1, block=block)
+    choose_block("compressed", dtype_name, block)
+    if inner_name is not None:
+        choose_block("compressed", inner_name, block)
     fast_axes: tuple[str, ...] = ()
     if inner is not None:
         fast_axes = axis_names("compressed", inner)

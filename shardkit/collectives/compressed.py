@@ -1,33 +1,39 @@
 """Collectives that send fewer bits, in a small dtype with a scale for each block; sums with error feedback.
 
 Under error feedback each device keeps a residual. It sends quantize(x + residual); the new residual is (x + residual) -
-sent. Scales are powers of two, so that the difference is exact: sent + new residual equals x + residual in every bit of
+sent. Scales have few bits, so that the difference is exact: sent + new residual equals x + residual in every bit of
 float32 (above the subnormals), and over many steps the mean of what is received equals the mean of x. Without a
 residual, the rounding errors accumulate. `cost.quantization_error` bounds them, `cost.quantized_bytes` is what is sent.
+
+With `key=` an element is rounded to the value below or above it, each as often as makes the mean of what is sent the
+element itself: without a residual, the errors of many steps then average out. A residual is rounded to float32 then.
 
 A residual begins with zeros in float32. It differs between devices, as gradients do before they are reduced: between
 steps keep it in arrays whose specs name the axis, for example `[n, ...]` under `P(axis)`.
 
 Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019);
-Wang et al., ZeRO++ (2023), for quantized gathers of weights and two-level reductions of gradients.
+Wang et al., ZeRO++ (2023), for quantized gathers of weights and two-level reductions of gradients; Gupta et al., Deep
+Learning with Limited Numerical Precision (2015), for stochastic rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.checks import Axis, at_least, dim_of, divides
-from shardkit._arguments.typed import Arrays, DType, typed
+from shardkit._arguments.checks import Axis, dim_of, divides
+from shardkit._arguments.typed import Arrays, Key, typed
 from shardkit._jax.compat import bound
 from shardkit.collectives import basic, hierarchical
 from shardkit.collectives._parts import join_parts, stack_parts
 from shardkit.collectives.axes import axis_index, axis_size, vary
-from shardkit.collectives.quantization import check_dtype, decode, encode
+from shardkit.collectives.quantization import WireDType, check_dtype, decode, encode
+from shardkit.cost.quantization import choose_block
+from shardkit.meshes.rng import check_single, fold_axes
 
 # The reduction on two levels is called by `algorithms.compressed(inner=...)`.
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
@@ -42,9 +48,10 @@ def all_gather(
     axis: Axis,
     *,
     dim: int = 0,
-    dtype: DType,
-    block: int = 256,
+    dtype: WireDType,
+    block: int | None = None,
     replicated: bool = False,
+    key: Key | None = None,
 ) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`, and sends them in a small dtype.
 
@@ -55,10 +62,13 @@ def all_gather(
         x: pytree of floating-point arrays, this device's shards.
         axis: axis name or tuple of names; shards are concatenated in the order of the device index.
         dim: the dim to concatenate along.
-        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4. All but the first are sent in
-            blocks of the flattened shard.
-        block: elements that share a scale, 1 or more.
+        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.int4, "mxfp8", "mxfp4" or "nvfp4". All
+            but the first are sent in blocks of the flattened shard.
+        block: elements that share a scale, 1 or more; by default 256. "mxfp8" and "mxfp4" have 32, "nvfp4" has 16, and
+            no other.
         replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires.
+        key: to round stochastically, each leaf and device of `axis` by draws of its own: pass one key, the same on all
+            of them, and another one in each step. None: round to nearest.
 
     Returns:
         Arrays in the dtypes of x, with n times the shard's size along `dim`. The derivative is the derivative of
@@ -66,7 +76,8 @@ def all_gather(
             non-finite.
 
     Raises:
-        ValueError: an unbound axis, another `dtype`, a block of no elements, or a `dim` the array does not have.
+        ValueError: an unbound axis, another `dtype`, a block of no elements or of another size than the format's, a
+            `dim` the array does not have, or several keys.
         TypeError: leaves that are not floating-point.
 
     Cost: Q (n-1) bytes in n-1 hops, Q = cost.quantized_bytes of one shard's elements.
@@ -79,20 +90,21 @@ def all_gather(
     where = "compressed.all_gather"
     names = bound(where, axis)
     wire_dtype = check_dtype(where, "dtype", dtype)
-    _check_leaves(where, "all_gather", x, block)
+    block_size = choose_block(where, wire_dtype, block)
+    _check_leaves(where, "all_gather", x)
 
-    def gather_leaf(leaf: jax.Array) -> jax.Array:
+    def gather_leaf(leaf: jax.Array, residual: None, leaf_key: jax.Array | None) -> _Pair:
         gathered_dim = dim_of(where, dim, jnp.ndim(leaf))
 
-        def compress(wide: jax.Array) -> _Pair:
-            shards = _gather_quantized(wide, names, wire_dtype, block, replicated)
+        def compress(wide: jax.Array, leaf_key: jax.Array | None) -> _Pair:
+            shards = _gather_quantized(wide, names, wire_dtype, block_size, replicated, leaf_key)
             return join_parts(shards, gathered_dim), None
 
         exact = partial(basic.all_gather, axis=names, dim=gathered_dim, replicated=replicated)
-        result, _ = _straight_through(exact, compress, vary(leaf, names), None)
-        return result
+        return _straight_through(exact, compress, vary(leaf, names), residual, leaf_key)
 
-    return jax.tree.map(gather_leaf, x)
+    results, _ = _map_with_residuals(where, gather_leaf, x, None, names, key)
+    return results
 
 
 @partial(typed, where="compressed.reduce_scatter")
@@ -102,8 +114,9 @@ def reduce_scatter(
     residual: Arrays | None = None,
     *,
     dim: int = 0,
-    dtype: DType,
-    block: int = 256,
+    dtype: WireDType,
+    block: int | None = None,
+    key: Key | None = None,
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, and sends it in a small dtype; each device gets its shard along `dim`.
 
@@ -116,7 +129,7 @@ def reduce_scatter(
         residual: the part not sent so far: zeros in float32, or the residual of the last call; None for no error
             feedback.
         dim: the dim to split; its size must be divisible by n.
-        dtype, block: as for all_gather, in blocks of the flattened chunks.
+        dtype, block, key: as for all_gather, in blocks of the flattened chunks.
 
     Returns:
         The shards of the sums, in the dtypes of x, 1/n of the input's size along `dim`; and the new residual, or None.
@@ -124,8 +137,8 @@ def reduce_scatter(
         residual. A non-finite element makes its block non-finite in both: if you skip a step, keep its old residual.
 
     Raises:
-        ValueError: an unbound axis, another `dtype`, a block of no elements, a `dim` the array does not have or that
-            does not divide, or a residual of other shapes.
+        ValueError: an unbound axis, another `dtype`, a block of no elements or of another size than the format's, a
+            `dim` the array does not have or that does not divide, a residual of other shapes, or several keys.
         TypeError: leaves that are not floating-point.
 
     Cost: Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements.
@@ -138,22 +151,23 @@ def reduce_scatter(
     where = "compressed.reduce_scatter"
     names = bound(where, axis)
     wire_dtype = check_dtype(where, "dtype", dtype)
-    _check_leaves(where, "reduce_scatter", x, block)
+    block_size = choose_block(where, wire_dtype, block)
+    _check_leaves(where, "reduce_scatter", x)
     count = axis_size(names)
 
-    def scatter_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
+    def scatter_leaf(leaf: jax.Array, residual: jax.Array | None, leaf_key: jax.Array | None) -> _Pair:
         split_dim = dim_of(where, dim, leaf.ndim)
         divides(where, split_dim, leaf.shape[split_dim], names, count)
 
-        def compress(wide: jax.Array) -> _Pair:
+        def compress(wide: jax.Array, leaf_key: jax.Array | None) -> _Pair:
             chunks = stack_parts(wide, split_dim, count)
-            total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
+            total, remainder = _sum_quantized(chunks, names, wire_dtype, block_size, leaf_key)
             return total, join_parts(remainder, split_dim)
 
         exact = partial(basic.reduce_scatter, axis=names, dim=split_dim)
-        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
+        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names), leaf_key)
 
-    return _map_with_residuals(where, scatter_leaf, x, residual)
+    return _map_with_residuals(where, scatter_leaf, x, residual, names, key)
 
 
 @partial(typed, where="compressed.reduce_scatter_two_level")
@@ -164,9 +178,10 @@ def reduce_scatter_two_level(
     residual: Arrays | None = None,
     *,
     dim: int = 0,
-    dtype: DType,
-    inner_dtype: DType | None = None,
-    block: int = 256,
+    dtype: WireDType,
+    inner_dtype: WireDType | None = None,
+    block: int | None = None,
+    key: Key | None = None,
 ) -> tuple[Any, Any]:
     """Sums over both axes, compressed over the slow links, or over both; each device gets its shard along `dim`.
 
@@ -181,9 +196,9 @@ def reduce_scatter_two_level(
         outer: the axis (or axes) of the slow links, O devices; major in the order.
         residual: as for reduce_scatter; each device keeps the error of its second rounding too.
         dim: the dim to split; its size must be divisible by I * O.
-        dtype: the dtype over the outer axis: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
+        dtype: the dtype over the outer axis, as for all_gather.
         inner_dtype: the dtype over the inner axis; None for an uncompressed reduce_scatter in float32.
-        block: elements that share a scale, 1 or more.
+        block, key: as for all_gather; both roundings have draws of their own.
 
     Returns:
         The shards of the sums, in the dtypes of x, 1 / (I * O) of the input's size along `dim`, in the order of
@@ -210,14 +225,17 @@ def reduce_scatter_two_level(
     slow = bound(where, outer)
     names = bound(where, (*slow, *fast))  # refuses an axis that is in both
     outer_wire_dtype = check_dtype(where, "dtype", dtype)
+    outer_block = choose_block(where, outer_wire_dtype, block)
     inner_wire_dtype = None
+    inner_block = outer_block
     if inner_dtype is not None:
         inner_wire_dtype = check_dtype(where, "inner_dtype", inner_dtype)
-    _check_leaves(where, "hierarchical.reduce_scatter", x, block)
+        inner_block = choose_block(where, inner_wire_dtype, block)
+    _check_leaves(where, "hierarchical.reduce_scatter", x)
     devices = axis_size(fast)  # of one machine
     machines = axis_size(slow)
 
-    def scatter_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
+    def scatter_leaf(leaf: jax.Array, residual: jax.Array | None, leaf_key: jax.Array | None) -> _Pair:
         split_dim = dim_of(where, dim, leaf.ndim)
         divides(where, split_dim, leaf.shape[split_dim], names, machines * devices)
 
@@ -225,7 +243,8 @@ def reduce_scatter_two_level(
         # of either machine sums chunks 1 and 5 over its machine: they are the shards of device 1 of machine 0, and of
         # device 1 of machine 1. The two machines' sums differ. They are quantized and exchanged over the slow links:
         # machine 0 gets both sums of chunk 1, machine 1 both sums of chunk 5, and each adds them.
-        def compress(wide: jax.Array) -> _Pair:
+        def compress(wide: jax.Array, leaf_key: jax.Array | None) -> _Pair:
+            inner_key, outer_key = _split_key(leaf_key)
             chunks = stack_parts(wide, split_dim, machines * devices)
             by_machine = chunks.reshape(machines, devices, *chunks.shape[1:])
             by_device = by_machine.swapaxes(0, 1)
@@ -233,8 +252,8 @@ def reduce_scatter_two_level(
                 machine_sums = basic.scatter_array(by_device, fast, 0)[0]
                 remainder = jnp.zeros_like(by_device)
             else:
-                machine_sums, remainder = _sum_quantized(by_device, fast, inner_wire_dtype, block)
-            total, outer_remainder = _sum_quantized(machine_sums, slow, outer_wire_dtype, block)
+                machine_sums, remainder = _sum_quantized(by_device, fast, inner_wire_dtype, inner_block, inner_key)
+            total, outer_remainder = _sum_quantized(machine_sums, slow, outer_wire_dtype, outer_block, outer_key)
             # What the second rounding leaves out belongs to the sum of a machine. Only the device that rounded keeps
             # it; if all devices of the machine kept it, the next step would add it I times.
             remainder = _add_to_own_chunk(remainder, outer_remainder, fast)
@@ -242,9 +261,9 @@ def reduce_scatter_two_level(
             return total, join_parts(remainder, split_dim)
 
         exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=split_dim)
-        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
+        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names), leaf_key)
 
-    return _map_with_residuals(where, scatter_leaf, x, residual)
+    return _map_with_residuals(where, scatter_leaf, x, residual, names, key)
 
 
 @partial(typed, where="compressed.all_reduce")
@@ -253,9 +272,10 @@ def all_reduce(
     axis: Axis,
     residual: Arrays | None = None,
     *,
-    dtype: DType,
-    block: int = 256,
+    dtype: WireDType,
+    block: int | None = None,
     compress_result: bool = False,
+    key: Key | None = None,
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, and sends it in a small dtype.
 
@@ -267,7 +287,7 @@ def all_reduce(
         x: pytree of floating-point arrays.
         axis: axis name or tuple of names.
         residual: as for reduce_scatter; each device keeps the error of its second rounding too.
-        dtype, block: as for reduce_scatter.
+        dtype, block, key: as for reduce_scatter; the second rounding has draws of its own.
         compress_result: gather the sums in `dtype` too.
 
     Returns:
@@ -275,7 +295,8 @@ def all_reduce(
         None. Derivatives and non-finite elements are as in reduce_scatter.
 
     Raises:
-        ValueError: an unbound axis, another `dtype`, a block of no elements, or a residual of other shapes.
+        ValueError: an unbound axis, another `dtype`, a block of no elements or of another size than the format's, a
+            residual of other shapes, or several keys.
         TypeError: leaves that are not floating-point.
 
     Cost: Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements, padded to a multiple of
@@ -292,15 +313,17 @@ def all_reduce(
     where = "compressed.all_reduce"
     names = bound(where, axis)
     wire_dtype = check_dtype(where, "dtype", dtype)
-    _check_leaves(where, "all_reduce", x, block)
+    block_size = choose_block(where, wire_dtype, block)
+    _check_leaves(where, "all_reduce", x)
     count = axis_size(names)
 
-    def reduce_leaf(leaf: jax.Array, residual: jax.Array | None) -> _Pair:
-        def compress(wide: jax.Array) -> _Pair:
+    def reduce_leaf(leaf: jax.Array, residual: jax.Array | None, leaf_key: jax.Array | None) -> _Pair:
+        def compress(wide: jax.Array, leaf_key: jax.Array | None) -> _Pair:
+            term_key, total_key = _split_key(leaf_key)
             chunks, restore = _make_chunks(wide, count)
-            total, remainder = _sum_quantized(chunks, names, wire_dtype, block)
+            total, remainder = _sum_quantized(chunks, names, wire_dtype, block_size, term_key)
             if compress_result:
-                totals = _gather_quantized(total, names, wire_dtype, block, replicated=True)
+                totals = _gather_quantized(total, names, wire_dtype, block_size, True, total_key)
                 # All devices read the sum of this chunk as it was rounded. What is missing there, this device alone
                 # knows, and adds to what it sends the next time.
                 rounding = total - totals[axis_index(names)]
@@ -312,9 +335,9 @@ def all_reduce(
             return restore(totals), restore(remainder)
 
         exact = partial(basic.all_reduce, axis=names)
-        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names))
+        return _straight_through(exact, compress, vary(leaf, names), vary(residual, names), leaf_key)
 
-    return _map_with_residuals(where, reduce_leaf, x, residual)
+    return _map_with_residuals(where, reduce_leaf, x, residual, names, key)
 
 
 def _gather_quantized(
@@ -323,22 +346,29 @@ def _gather_quantized(
     dtype: str,
     block: int,
     replicated: bool,
+    key: jax.Array | None,
 ) -> jax.Array:
     """The float32 arrays [...] of all devices as [n, ...], each decoded from its message, this device's own too."""
     # Encoded before the gather and decoded after it: each device sends its shard in the small dtype once, and it is
     # rounded once, not at each hop.
-    message = encode(x[None], dtype, block)
+    message = encode(x[None], dtype, block, key)
     messages = basic.all_gather(message, names, replicated=replicated)
     return decode(messages, x.shape, dtype, block)
 
 
-def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple[jax.Array, jax.Array]:
+def _sum_quantized(
+    x: jax.Array,
+    names: _Names,
+    dtype: str,
+    block: int,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
     """From float32 [n, ...] on every device, the sum of this device's chunk, [...]; and what was not sent, [n, ...].
 
     Each chunk is sent to the device that sums it, and is decoded there before it is added. On a ring, sums in a small
     dtype would be rounded at every hop.
     """
-    messages = encode(x, dtype, block)
+    messages = encode(x, dtype, block, key)
     arrivals = basic.all_to_all(messages, names, split_dim=0, concat_dim=0)
     terms = decode(arrivals, x.shape[1:], dtype, block)
     total = jnp.sum(terms, axis=0)
@@ -347,9 +377,8 @@ def _sum_quantized(x: jax.Array, names: _Names, dtype: str, block: int) -> tuple
     return total, remainder
 
 
-def _check_leaves(where: str, uncompressed: str, x: Any, block: int) -> None:
-    """Refuses an empty block, and leaves that are not floating-point; the error names the `uncompressed` function."""
-    at_least(where, 1, block=block)
+def _check_leaves(where: str, uncompressed: str, x: Any) -> None:
+    """Refuses leaves that are not floating-point; the error names the `uncompressed` function."""
     for leaf in jax.tree.leaves(x):
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -357,24 +386,49 @@ def _check_leaves(where: str, uncompressed: str, x: Any, block: int) -> None:
 
 
 def _map_with_residuals(
-    where: str, reduce_leaf: Callable[[jax.Array, Any], _Pair], x: Any, residual: Any
+    where: str,
+    reduce_leaf: Callable[[jax.Array, Any, jax.Array | None], _Pair],
+    x: Any,
+    residual: Any,
+    names: _Names,
+    key: jax.Array | None,
 ) -> tuple[Any, Any]:
-    """The results of `reduce_leaf` for each leaf and its residual, and the new residuals: None if there are none."""
+    """The results of `reduce_leaf` for each leaf, its residual and its key; and the new residuals, or None."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     residuals = [None] * len(leaves)
     if residual is not None:
         _check_residual(where, leaves, structure, residual)
         residuals = jax.tree.leaves(residual)
+    keys = _make_leaf_keys(where, key, names, len(leaves))
     sums = []
     remainders = []
-    for leaf, leaf_residual in zip(leaves, residuals, strict=True):
-        total, remainder = reduce_leaf(leaf, leaf_residual)
+    for leaf, leaf_residual, leaf_key in zip(leaves, residuals, keys, strict=True):
+        total, remainder = reduce_leaf(leaf, leaf_residual, leaf_key)
         sums.append(total)
         remainders.append(remainder)
     sum_tree = jax.tree.unflatten(structure, sums)
     if residual is None:
         return sum_tree, None
     return sum_tree, jax.tree.unflatten(structure, remainders)
+
+
+def _make_leaf_keys(where: str, key: jax.Array | None, names: _Names, count: int) -> Sequence[jax.Array | None]:
+    """A key for each of `count` leaves, or None for each."""
+    if key is None:
+        return [None] * count
+    check_single(where, key)
+    # Folded over the axes over which messages go, and no other. The devices of these axes send different values: with
+    # the same draws their errors would not average out. Along another axis they may have the same x, and must send the
+    # same.
+    device_key = fold_axes(key, names)
+    return [jax.random.fold_in(device_key, number) for number in range(count)]
+
+
+def _split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Keys for two roundings, one after the other."""
+    if key is None:
+        return None, None
+    return jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
 
 
 def _check_residual(where: str, leaves: list[jax.Array], structure: Any, residual: Any) -> None:
@@ -394,9 +448,10 @@ def _check_residual(where: str, leaves: list[jax.Array], structure: Any, residua
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _straight_through(
     exact: Callable[[jax.Array], jax.Array],
-    compress: Callable[[jax.Array], _Pair],
+    compress: Callable[[jax.Array, jax.Array | None], _Pair],
     x: jax.Array,
     residual: jax.Array | None,
+    key: jax.Array | None,
 ) -> _Pair:
     """`compress` of x + residual in float32, in the dtype of x; its derivative is the derivative of `exact`."""
     # Without an element a block has no largest one, from which its scale follows.
@@ -405,16 +460,16 @@ def _straight_through(
     wide = x.astype(jnp.float32)
     if residual is not None:
         wide = wide + residual
-    result, remainder = compress(wide)
+    result, remainder = compress(wide, key)
     return result.astype(x.dtype), remainder
 
 
 @_straight_through.defjvp
 def _differentiate_straight_through(exact: Any, compress: Any, primals: Any, tangents: Any) -> Any:
     # The derivative of a rounding is zero almost everywhere, and would leave a loss without a gradient.
-    x, residual = primals
-    dx, dresidual = tangents
-    result, remainder = _straight_through(exact, compress, x, residual)
+    x, residual, key = primals
+    dx, dresidual, _ = tangents
+    result, remainder = _straight_through(exact, compress, x, residual, key)
     if dresidual is not None:
         dx = dx + dresidual.astype(dx.dtype)
     dresult = exact(dx)

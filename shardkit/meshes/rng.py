@@ -44,7 +44,7 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
         >>> bool(bits[0] == bits[1])
         False
     """
-    _check_single("fold_axis", key)
+    check_single("fold_axis", key)
     return jax.random.fold_in(key, jax.lax.axis_index(bound("fold_axis", axis)))
 
 
@@ -70,7 +70,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
         >>> len(set(bits.tolist()))
         8
     """
-    _check_single("fold_axes", key)
+    check_single("fold_axes", key)
     # Without the salt, index 1 along "data" and index 1 along "model" would be the same number: two layers of which
     # each folds over one axis would draw alike.
     for name in sorted(bound("fold_axes", axes)):
@@ -237,12 +237,12 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
         (4,)
     """
     at_least("step_key", 0, step=step if isinstance(step, int) else None)
-    _check_single("step_key", key)
+    check_single("step_key", key)
     # Salted, so that it differs from every key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
 
 
-def _check_single(where: str, key: jax.Array) -> None:
+def check_single(where: str, key: jax.Array) -> None:
     """Refuses an array of keys where a single key is needed."""
     if _find_shape(key):
         raise ValueError(

@@ -72,6 +72,14 @@ def _keep(pair: Pair, wholes: list[Whole]) -> Whole:
     return wholes[0]
 
 
+def _reinterpret(pair: Pair, wholes: list[Whole]) -> Whole:
+    """The bits of numbers as other numbers: those of another width have a dim more, or a dim less."""
+    combined = _combine(pair, wholes)
+    if len(pair.shape(0)) == len(pair.out):
+        return combined
+    return any_whole(pair.many.outvars[0], combined.scale)
+
+
 def _compare_with_zero(pair: Pair, wholes: list[Whole]) -> Whole:
     # jax reads `x[i]` at `where(i < 0, i + n, i)`. Of `i = arange(n)` the condition is known to be False, so that the
     # indices stay an arange, and `gather` sees that each example reads its own row.
@@ -230,6 +238,7 @@ _RULES: dict[str, WholeRule] = {
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _keep,
+    "bitcast_convert_type": _reinterpret,
     "lt": _compare_with_zero,
     "ge": _compare_with_zero,
     "select_n": _select,

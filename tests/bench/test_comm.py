@@ -252,8 +252,9 @@ REFUSED = {
     "train.py:kernel.": {"ops": ["shift"], "impls": ["ring"]},
     "--impl of an operation must be lax, ring, bidirectional, hierarchical, two_step, deterministic, leaves, "
     "bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2, compressed_int4, "
-    "compressed_twice, uneven, compressed_hierarchical or ragged; got rong. Pass for example --impl lax, or a "
-    "kernel of your own, as in train.py:kernel.": {"impls": ["rong"]},
+    "compressed_mxfp8, compressed_mxfp4, compressed_nvfp4, compressed_twice, uneven, compressed_hierarchical or "
+    "ragged; got rong. Pass for example --impl lax, or a kernel of your own, as in "
+    "train.py:kernel.": {"impls": ["rong"]},
     "--impl hierarchical needs two axes, of slow links and then of fast ones; got --axis data. Write for example "
     "--axis data model.": {"impls": ["hierarchical"]},
     f"op must be {OPS} or 'halo_exchange'; got 'all_redu'. Pass for example op='all_reduce'.": {"ops": ["all_redu"]},

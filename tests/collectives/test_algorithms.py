@@ -39,6 +39,10 @@ GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
         "Pass for example axis=('node', 'c', 'b').": lambda: sk.strategy(
             "own", ("a", "b"), reduce=A.compressed(jnp.int8, inner=("c", "b"))
         ),
+        "compressed: mxfp4 must have blocks of 32 elements; got block=256. Leave out block=, or pass another dtype, "
+        "such as jnp.int8.": lambda: A.compressed("mxfp4", block=256),
+        "compressed: nvfp4 must have blocks of 16 elements; got block=64. Leave out block=, or pass another dtype, "
+        "such as jnp.int8.": lambda: A.compressed(jnp.int4, block=64, inner="b", inner_dtype="nvfp4"),
         "compressed: inner_dtype=int8 needs an inner axis, over which it is sent; got inner=None. Pass inner=, the "
         "axis of the fast links, or leave out inner_dtype.": lambda: A.compressed(jnp.int4, inner_dtype=jnp.int8),
     }.items(),
@@ -46,6 +50,18 @@ GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
 def test_an_algorithm_that_cannot_serve_is_refused(make, message):
     with value_error(message):
         make()
+
+
+# What alone finds a format that the collectives take and a plan does not, or whose bytes a plan counts otherwise.
+def test_formats_of_blocks_in_a_plan():  # proves N70
+    two_levels = A.compressed("nvfp4", inner="b", inner_dtype="mxfp8", feedback=True)
+    assert str(two_levels) == "compressed(nvfp4, inner='b' in mxfp8) with feedback"
+    sent = two_levels.cost("reduce_scatter", [8 * 100, 8 * 3], 4, {"a": 2, "b": 4})
+    # Inside, a quarter of each leaf: 200 elements in 7 blocks, and 6 in one; then an eighth, 100 in 7 blocks and 3 in
+    # one, each with the scale of its message.
+    assert sent == {("b",): 3 * (7 * 33 + 7), ("a",): 7 * 9 + 4 + 2 + 1 + 4}
+    for dtype, message in {"mxfp8": 33, "mxfp4": 17, "nvfp4": 22}.items():
+        assert A.compressed(dtype).cost("all_gather", [32], 4, {"a": 8}) == {("a",): 7 * message}
 
 
 # Catches a cast of whole numbers to float32 on the wire, which rounds them above 2^24.

@@ -14,6 +14,7 @@ from shardkit import cost
 from shardkit.analysis import census
 from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed
+from shardkit.cost.quantization import FORMATS
 from shardkit.testing import reference
 from support.blocks import ROWS, Kernel, cases, check
 from support.compilers import gpu, tpu
@@ -21,8 +22,18 @@ from support.tiers import covered
 from support.vmapped import under_vmap
 
 DTYPES = [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.int4]
-MOST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127, "int4": 7}
+BLOCK_SCALED = ["mxfp8", "mxfp4", "nvfp4"]
+MOST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127, "int4": 7, "mxfp8": 448, "mxfp4": 6}
 SOME = [DTYPES[i] for i in (0, 1, 4)]
+
+
+def name_of(dtype):
+    return dtype if dtype in BLOCK_SCALED else jnp.dtype(dtype).name
+
+
+def in_blocks(dtype, block):
+    """The arguments for a dtype; a format has blocks of its own."""
+    return {"dtype": dtype} if dtype in BLOCK_SCALED else {"dtype": dtype, "block": block}
 
 
 def mapped(n, axis="a", **options):
@@ -45,11 +56,11 @@ def values(n, size=700, dtype="float32"):
     return x.astype(jnp.dtype(dtype)), (rng.normal(size=(n, size)) * 1e-3).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES + BLOCK_SCALED)
 @pytest.mark.optimized
-def test_sent_and_kept_are_together_exact(dtype):  # proves F12
+def test_sent_and_kept_are_together_exact(dtype):  # proves F12, N70
     """On one device the sum is what was sent: in float32 it and the residual add up, bit for bit."""
-    step = mapped(1, dtype=dtype, block=64)
+    step = mapped(1, **in_blocks(dtype, 64))
     x, residual = values(1)
     for turn in range(4):
         wanted = x + residual
@@ -57,24 +68,28 @@ def test_sent_and_kept_are_together_exact(dtype):  # proves F12
         assert (sent[None] + residual).tobytes() == wanted.tobytes(), turn
         np.testing.assert_array_equal(sent[None].astype(np.float64) + residual, wanted.astype(np.float64))
         assert np.abs(residual).max() > 0
-        blocks = np.pad(sent, (0, -sent.size % 64)).reshape(-1, 64)
+        form = FORMATS[name_of(dtype)]
+        rows = form.block or 64
+        blocks = np.pad(sent, (0, -sent.size % rows)).reshape(-1, rows)
         if dtype == jnp.bfloat16:
             np.testing.assert_array_equal(sent.astype(jnp.bfloat16).astype(np.float32), sent)
+        elif dtype == "nvfp4":  # whose scales are held in test_block_scaled.py
+            assert all(len(np.unique(np.abs(block))) <= 8 for block in blocks)
         else:  # few different values: sent really went through the small dtype
             for block in blocks:
-                steps = block / np.float32(2 ** np.ceil(np.log2(np.abs(block).max() / MOST[jnp.dtype(dtype).name])))
-                np.testing.assert_array_equal(steps.astype(jnp.dtype(dtype)).astype(np.float32), steps)
+                steps = block / np.float32(2 ** np.ceil(np.log2(np.abs(block).max() / MOST[name_of(dtype)])))
+                np.testing.assert_array_equal(steps.astype(form.element).astype(np.float32), steps)
         x = np.roll(x, 1) * np.float32(-1.7)
 
 
-@pytest.mark.quick("bfloat16-8-axis1", "int4-3-a")
+@pytest.mark.quick("bfloat16-8-axis1", "int4-3-a", "nvfp4-3-a", "mxfp4-8-axis1")
 @pytest.mark.parametrize(("n", "axis"), [(3, "a"), (8, ("b", "a"))])
-@pytest.mark.parametrize("dtype", SOME)
+@pytest.mark.parametrize("dtype", SOME + BLOCK_SCALED)
 def test_the_sum(n, axis, dtype):
     """What arrived and what was kept are what was meant, after a second rounding too; and the error is bounded."""
     x, residual = values(n)
     order = np.arange(n).reshape(2, -1).T.ravel() if axis == ("b", "a") else np.arange(n)
-    exact, name = (x + residual).astype(np.float64), jnp.dtype(dtype).name
+    exact, name = (x + residual).astype(np.float64), name_of(dtype)
     bound = cost.quantization_error(np.abs(exact).max(), name, n=n)
     for compress_result in (False, True):
         step = mapped(n, axis, dtype=dtype, compress_result=compress_result)
@@ -128,7 +143,7 @@ def test_a_sum_of_equal_errors_comes_close_to_the_bound():
     x = np.tile(np.random.default_rng(0).uniform(-1, 1, 2048).astype(np.float32), (4, 1))
     for dtype in (jnp.int4, jnp.float8_e5m2):
         total = np.asarray(mapped(4, dtype=dtype)(x, np.zeros_like(x))[0], np.float64)
-        bound = cost.quantization_error(np.abs(x).max(), jnp.dtype(dtype).name, n=4)
+        bound = cost.quantization_error(np.abs(x).max(), name_of(dtype), n=4)
         assert 0.98 * bound < np.abs(total - x.astype(np.float64).sum(0)).max() <= bound
 
 
@@ -170,13 +185,14 @@ def test_gathers_and_scatters_are_the_plain_ones_where_nothing_is_rounded(case):
     check(case, *kernels)
 
 
-@pytest.mark.quick("bfloat16", "int4")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12
+@pytest.mark.quick("bfloat16", "int4", "mxfp8", "mxfp4", "nvfp4")
+@pytest.mark.parametrize("dtype", DTYPES + BLOCK_SCALED)
+def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12, N70
     n, steps = 4, 64
     x = np.linspace(0.1, 1.3, n * 60, dtype=np.float32).reshape(n, 60)
     exact = x.astype(np.float64).sum(0)
-    step = mapped(n, dtype=dtype, compress_result=dtype in (jnp.int8, jnp.int4))  # whose second rounding is kept too
+    # whose second rounding is kept too
+    step = mapped(n, dtype=dtype, compress_result=dtype in (jnp.int8, jnp.int4, "mxfp8", "nvfp4"))
 
     def biases(feedback):
         residual, total, seen = np.zeros_like(x), 0, []
@@ -193,23 +209,28 @@ def test_the_bias_fades_with_feedback_and_stays_without(dtype):  # proves F12
     assert fed[-1] < 4 * unfed[0] / steps  # the error of the sum stays that of one step, so the mean's falls as 1/steps
 
 
-@pytest.mark.quick("bfloat16-1", "bfloat16-3", "int8-2", "int4-5", "float8_e4m3fn-3", "float8_e5m2-8")
+@pytest.mark.quick(
+    *("bfloat16-1", "bfloat16-3", "int8-2", "int4-5", "float8_e4m3fn-3", "float8_e5m2-8"),
+    *("mxfp8-1", "mxfp8-3", "mxfp4-5", "mxfp4-8", "nvfp4-2", "nvfp4-8"),
+)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cost_and_bits_on_the_wire(n, dtype):
-    size, block, name = 701, 32, jnp.dtype(dtype).name
+@pytest.mark.parametrize("dtype", DTYPES + BLOCK_SCALED)
+def test_cost_and_bits_on_the_wire(n, dtype):  # proves N70
+    size, name, options = 701, name_of(dtype), in_blocks(dtype, 32)
+    block = options.get("block")
     args = [jax.ShapeDtypeStruct((n, size), np.float32)] * 2
     chunk = -(-size // n)
     message = cost.quantized_bytes(chunk, name, block=block)
     for compress_result, second in ((False, 4 * chunk), (True, message)):
-        found = census(mapped(n, dtype=dtype, block=block, compress_result=compress_result), *args)
+        found = census(mapped(n, **options, compress_result=compress_result), *args)
         assert found.sent(kind="all_to_all") == (n - 1) * message
         assert found.sent() == (n - 1) * (message + second)
         assert found.count(kind="all_to_all") == (1 if name == "bfloat16" else 2)
-    gathered = census(
-        on_wire(lambda x, r: compressed.all_gather(x, "a", dtype=dtype, block=block), n), args[0], args[1]
-    )
+    gathered = census(on_wire(lambda x, r: compressed.all_gather(x, "a", **options), n), args[0], args[1])
     assert gathered.sent() == (n - 1) * cost.quantized_bytes(size, name, block=block)
+    padded = jax.ShapeDtypeStruct((n, n * chunk), np.float32)
+    scattered = census(on_wire(lambda x, r: compressed.reduce_scatter(x, "a", **options)[0], n), padded, padded)
+    assert scattered.sent() == (n - 1) * message
     # A sum of bfloat16 is gathered in it.
     half = jax.ShapeDtypeStruct((n, size), jnp.bfloat16)
     assert census(mapped(n, dtype=dtype), half, args[1]).sent(kind="all_gather") == (n - 1) * 2 * chunk
@@ -286,14 +307,17 @@ def test_gathers_of_trees():
 
 @pytest.mark.optimized
 def test_what_is_not_finite_shows():
-    for dtype in DTYPES:
-        step = mapped(2, dtype=dtype, block=2)
+    for dtype in DTYPES + BLOCK_SCALED:
+        options = in_blocks(dtype, 2)
+        rows = options.get("block", FORMATS[name_of(dtype)].block)
+        step = mapped(2, **options)
         for bad in (np.inf, -np.inf, np.nan):
-            x = np.ones((2, 4), np.float32)
-            x[1, 2] = bad
+            x = np.full((2, 4 * rows), 6, np.float32)  # two chunks of two blocks, of what all dtypes have
+            x[1, rows] = bad
             total, residual = step(x, np.zeros_like(x))
-            assert not np.isfinite(total[2]) and not np.isfinite(residual[1, 2])
-            np.testing.assert_array_equal(total[:2], 2)
+            assert not np.isfinite(total[rows]) and not np.isfinite(residual[1, rows])
+            np.testing.assert_array_equal(total[:rows], 12)
+            np.testing.assert_array_equal(total[2 * rows :], 12)
             np.testing.assert_array_equal(residual[0], 0)
         # close to the largest float32: what would be rounded up to infinity is not, and the rest is kept
         huge = np.full((2, 4), 3.4e38, np.float32) * np.array([[1], [0]], np.float32)
@@ -301,9 +325,9 @@ def test_what_is_not_finite_shows():
         assert np.isfinite(total).all() and (np.asarray(total) + np.asarray(residual).sum(0) == huge[0]).all()
 
 
-@pytest.mark.quick("bfloat16")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4])
-def test_gradient_is_that_of_the_exact_sum(dtype):
+@pytest.mark.quick("bfloat16", "nvfp4")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4, "nvfp4"])
+def test_gradient_is_that_of_the_exact_sum(dtype):  # proves N70
     weights = np.array([1.0, 10, 100], np.float32)
     x, residual = values(3, 6)
 
@@ -347,7 +371,9 @@ def weights_and_gradients(topology):
         whole = compressed.all_gather(w, ("node", "gpu"), dtype=jnp.float8_e4m3fn)
         options = {"dtype": jnp.int4, "inner_dtype": jnp.int8}
         shard, left = compressed.reduce_scatter_two_level(g, "gpu", "node", jnp.zeros_like(g, jnp.float32), **options)
-        return whole, shard, left
+        options = {"dtype": "nvfp4", "inner_dtype": "mxfp4", "key": jax.random.key(0)}
+        drawn = compressed.reduce_scatter_two_level(g, "gpu", "node", **options)[0]
+        return whole, shard, left, drawn
 
     args = [jax.ShapeDtypeStruct((64, 512), jnp.bfloat16, sharding=sharded)]
     args.append(jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=sharded))
@@ -355,13 +381,13 @@ def weights_and_gradients(topology):
 
 
 @pytest.mark.parametrize("topology", [pytest.param("v5e:2x4", marks=tpu), pytest.param("h100:1x1x8", marks=gpu)])
-def test_a_chip_sends_the_small_bits(topology):
+def test_a_chip_sends_the_small_bits(topology):  # proves N70
     """The compiler does not widen what is sent, nor move the conversion before the wire."""
     report = weights_and_gradients(topology)
     expected = {  # by elements on a device: a shard of w; g over gpu=4; the partial sums over node=2
         ("all_gather", "gpu"): 7 * cost.quantized_bytes(8 * 512, "float8_e4m3fn"),
-        ("all_to_all", "gpu"): 3 * cost.quantized_bytes(64 * 512 // 4, "int8"),
-        ("all_to_all", "node"): cost.quantized_bytes(64 * 512 // 8, "int4"),
+        ("all_to_all", "gpu"): 3 * sum(cost.quantized_bytes(64 * 512 // 4, dtype) for dtype in ("int8", "mxfp4")),
+        ("all_to_all", "node"): sum(cost.quantized_bytes(64 * 512 // 8, dtype) for dtype in ("int4", "nvfp4")),
     }
     for (kind, axis), sent in expected.items():
         assert report.sent(kind=kind, axis=axis) == report.census.sent(kind=kind, axis=axis) == sent

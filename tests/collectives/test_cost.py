@@ -73,6 +73,18 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
         lambda n: (2, (n - 1) * (4 * (8 + 1))),
     ),
     (
+        lambda x, n: compressed.all_gather(x, "a", dtype="mxfp4"),
+        lambda n: (2, (n - 1) * (15 + 1)),  # 30 elements in a block that is not full
+    ),
+    (
+        lambda x, n: compressed.reduce_scatter(jnp.tile(x, (n, 2)), "a", dtype="mxfp8")[0],
+        lambda n: (2, (n - 1) * 2 * (32 + 1)),  # 60 elements in two blocks
+    ),
+    (
+        lambda x, n: compressed.all_reduce(jnp.tile(x, (n, 1)), "a", dtype="nvfp4", compress_result=True)[0],
+        lambda n: (4, (n - 1) * 2 * (2 * (8 + 1) + 4)),  # 30 elements in two blocks, and the scale of the message
+    ),
+    (
         lambda x, n: compressed.reduce_scatter_two_level(jnp.tile(x, (n, 1)), "a", "one", dtype=jnp.int8)[0],
         lambda n: (3, n * B * (n - 1) / n),  # uncompressed inside; over one machine two messages to itself
     ),
@@ -166,7 +178,8 @@ def refused(kernel, n=4):
     return type(error.value), str(error.value)
 
 
-SMALL = "'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'"
+SMALL = "'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8', 'int4', 'mxfp8', 'mxfp4' or 'nvfp4'"
+BLOCKS = "Leave out block=, or pass another dtype, such as jnp.int8."
 RESIDUAL = "residual must be a pytree like x of float32 arrays of the same shapes; got"
 CREATE = "Begin with zeros: jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)."
 SIZED = "sizes must be one size of at least 0 for each device of axis 'a'; got"
@@ -196,6 +209,21 @@ ERRORS = refusals(
         f"compressed.all_reduce: dtype must be {SMALL}; got 'float16'. Pass for example dtype='bfloat16'.": lambda x: (
             compressed.all_reduce(x, "a", x, dtype=jnp.float16)
         ),
+        f"compressed.all_gather: mxfp4 must have blocks of 32 elements; got block=16. {BLOCKS}": lambda x: (
+            compressed.all_gather(x, "a", dtype="mxfp4", block=16)
+        ),
+        f"compressed.reduce_scatter: nvfp4 must have blocks of 16 elements; got block=64. {BLOCKS}": lambda x: (
+            compressed.reduce_scatter(x, "a", dtype="nvfp4", block=64)
+        ),
+        "compressed.reduce_scatter_two_level: nvfp4 must have blocks of 16 elements; got block=32. "
+        f"{BLOCKS}": lambda x: compressed.reduce_scatter_two_level(
+            x, "a", "one", dtype="mxfp8", inner_dtype="nvfp4", block=32
+        ),
+        "compressed.all_reduce: block must be at least 1; got 0. Pass block=1 or more.": lambda x: (
+            compressed.all_reduce(x, "a", dtype="mxfp8", block=0)
+        ),
+        "compressed.all_reduce: key must be one key; got keys of shape (2,). Pass one of them, or fold all with "
+        "jax.vmap.": lambda x: compressed.all_reduce(x, "a", dtype="mxfp8", key=jax.random.split(jax.random.key(0))),
         "compressed.all_gather: dim must name a dimension of the array; got 0 for an array of rank 0. "
         "Choose an array of rank 1 or more.": lambda x: compressed.all_gather(x[0, 0], "a", dtype=jnp.int4),
         "compressed.reduce_scatter: dim 0 must be divisible by axis 'a'; got size 6 over 4 devices. "

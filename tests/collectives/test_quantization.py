@@ -32,10 +32,13 @@ def by_numpy(x, dtype, block=BLOCK):
     half, exponent = np.frexp(np.abs(blocks).max(1, keepdims=True) / form.largest)
     scales = 2.0 ** (exponent - (half == 0.5)) if form.scaled else 1.0
     small = np.rint(blocks / scales) if form.mantissa is None else (blocks / scales).astype(np.float32)
-    return (small.astype(jnp.dtype(dtype)).astype(np.float64) * scales).reshape(len(x), -1)[:, : x.shape[1]]
+    return (small.astype(form.element).astype(np.float64) * scales).reshape(len(x), -1)[:, : x.shape[1]]
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+WITH_POWERS_OF_TWO = [name for name, form in FORMATS.items() if not form.two_scales]  # "nvfp4": test_block_scaled.py
+
+
+@pytest.mark.parametrize("dtype", WITH_POWERS_OF_TWO)
 @pytest.mark.optimized
 def test_values_are_the_nearest_of_the_dtype(dtype):
     """A wrong scale, a rounding in two steps, or the wrong half of a packed byte."""
@@ -46,6 +49,18 @@ def test_values_are_the_nearest_of_the_dtype(dtype):
     x[0, ::BLOCK] = most  # the largest value of the dtype, and just above it
     x[0, BLOCK] = np.nextafter(most, np.float32(np.inf))
     np.testing.assert_array_equal(np.asarray(sent(dtype)(x), np.float64), by_numpy(x, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "mxfp8"])
+@pytest.mark.optimized
+def test_small_values_are_rounded_once(dtype):
+    """Below the normal numbers of the dtype: first to its mantissa and then to what is there, some came out wrong."""
+    form = FORMATS[dtype]
+    distance = 2.0 ** (form.smallest_exponent - form.mantissa)
+    halves = np.arange(0.5, 8, dtype=np.float32)
+    x = np.concatenate([halves * (1 + sign * 2.0**-7) for sign in (-1, 0, 1)]) * distance
+    x = np.append(x, form.largest).astype(np.float32)[None]
+    np.testing.assert_array_equal(np.asarray(sent(dtype, x.size, 64)(x)), by_numpy(x, dtype))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -80,7 +95,11 @@ def test_the_bound_in_known_numbers():
 @pytest.mark.check
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_the_bytes_of_a_message_are_the_closed_form(dtype):
-    for size, block in ((1, 256), (7, 256), (256, 256), (257, 256), (300, 7), (5, 1), (1024, 64)):
+    blocks = ((1, 256), (7, 256), (256, 256), (257, 256), (300, 7), (5, 1), (1024, 64))
+    fixed = FORMATS[dtype].block
+    if fixed:
+        blocks = ((size, fixed) for size in (1, 7, 16, 17, 31, 32, 33, 256, 257, 1024))
+    for size, block in blocks:
         x = jax.ShapeDtypeStruct((3, size), np.float32)
         message = jax.eval_shape(partial(encode, dtype=dtype, block=block), x)
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(message))
@@ -103,7 +122,7 @@ def test_short_and_odd_messages_of_int4(size):
 @pytest.mark.parametrize("of", [cost.quantization_error, cost.quantized_bytes])
 def test_another_dtype_is_refused(of):
     with value_error(
-        f"{of.__name__}: dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got 'int2'. Pass "
-        "for example dtype='bfloat16'."
+        f"{of.__name__}: dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8', 'int4', 'mxfp8', 'mxfp4' or "
+        "'nvfp4'; got 'int2'. Pass for example dtype='bfloat16'."
     ):
         of(8, "int2")

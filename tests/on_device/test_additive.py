@@ -114,6 +114,12 @@ RIGHT = {
     "two shared dims in another order": mean_of(  # dims 1 and 0 of the left are dims 0 and 1 of the right
         lambda p, b, k: jnp.einsum("tnd,ntd->nt", b["x"].swapaxes(0, 1), projected(p, b)) ** 2
     ),
+    "bits as numbers of another width": mean_of(  # which have another rank
+        lambda p, b, k: (
+            b["y"] * lax.bitcast_convert_type(p["w"][:, :4].astype(jnp.uint8), jnp.float32)
+            + lax.bitcast_convert_type(b["y"], jnp.uint8).mean(-1)
+        )
+    ),
     "a histogram per example": mean_of(
         lambda p, b, k: jax.vmap(lambda label: jnp.zeros(D).at[label].add(1.0))(b["label"][:, None])
     ),

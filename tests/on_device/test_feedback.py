@@ -148,7 +148,7 @@ def test_loss_scale_and_skipped_steps(data4):
     check_sum(taken, state.residuals, batches)
 
 
-def test_training_ends_nearer_to_the_exact_run(data4):
+def test_training_ends_nearer_to_the_exact_run(data4):  # proves N70
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(32, 24)).astype("f"), rng.normal(size=(32, 4)).astype("f")
     grad_fn = sk.value_and_grad(lambda w, batch, keys: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))
@@ -161,7 +161,7 @@ def test_training_ends_nearer_to_the_exact_run(data4):
         return np.asarray(state.params)
 
     exact = end()
-    for dtype in (jnp.int8, jnp.int4):
+    for dtype in (jnp.int8, jnp.int4, "mxfp8", "mxfp4", "nvfp4"):
         with_feedback, without = (
             np.linalg.norm(end(reduce=sk.algorithms.compressed(dtype, feedback=feedback)) - exact)
             for feedback in (True, False)

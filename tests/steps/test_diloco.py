@@ -366,9 +366,9 @@ def test_fragments_send_their_rows_alone():
     assert (run._start._cache_size(), run._finish._cache_size()) == (2, 2)
 
 
-def test_an_exchange_of_four_bits():
+def test_an_exchange_of_four_bits():  # proves N70
     found = []
-    for how in ({}, {"reduce": sk.algorithms.compressed(jnp.int4)}):
+    for how in ({}, {"reduce": sk.algorithms.compressed("nvfp4")}):
         run = run_of(sk.dp("data"), optax.sgd(0.1), optax.sgd(1.0), **how)
         state, _ = run.step(run.init(PARAMS, KEY), halves(make_batch(0)))
         found += [sk.census(run.trace(state)).sent(axis="pod"), np.asarray(run.exchange(state).params["out"])]

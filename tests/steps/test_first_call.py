@@ -397,15 +397,17 @@ def test_a_loss_that_sends_is_not_compared_where_it_is_meant_or_cannot_be():
     without_a_word(*stepped(with_noise))
 
 
-ROUNDED = sk.fsdp("data", min_size=1, gather=sk.algorithms.compressed(jnp.int8))
+ROUNDED, *OTHERS_ROUNDED = (
+    sk.fsdp("data", min_size=1, gather=sk.algorithms.compressed(dtype)) for dtype in (jnp.int8, "mxfp4", "nvfp4")
+)
 WIDE = {"w": RNG.normal(size=(4, 64)).astype("f")}
 
 
 # What alone finds a compressed gather taken for what the loss sends, or its rounding for a mistake of the loss.
 def test_weights_that_a_plan_rounds_are_not_compared_with_one_device():
     batch = BATCH | {"y": RNG.normal(size=(16, 64)).astype("f")}
-    for loss in (right, gathered):
-        step, state, batch = stepped(loss, batch, WIDE, plan=ROUNDED)
+    for loss, plan in ((right, ROUNDED), (gathered, ROUNDED), *((right, plan) for plan in OTHERS_ROUNDED)):
+        step, state, batch = stepped(loss, batch, WIDE, plan=plan)
         without_a_word(step, state, batch)
         _, metrics = step(state, batch)
         exact_step, state, batch = stepped(loss, batch, WIDE, plan=sk.fsdp("data", min_size=1))

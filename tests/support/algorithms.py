@@ -75,6 +75,7 @@ WAYS = {
     "int4 in two levels": Way(
         _small(jnp.int4, block=16, inner="gpu", inner_dtype=jnp.int8), _two_levels("int8", "int4"), _one_level("int4")
     ),
+    "mxfp8": Way(_small("mxfp8"), _one_level("mxfp8"), _one_level("mxfp8")),
     "bfloat16 in two levels": Way(
         _small(jnp.bfloat16, inner="gpu"), _two_levels(None, "bfloat16"), _one_level("bfloat16")
     ),

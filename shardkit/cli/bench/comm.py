@@ -35,8 +35,9 @@ class Options(Output):
     impl: Words = ()
     """Implementations, by default lax and ring: lax, ring, bidirectional, hierarchical, two_step, deterministic,
     leaves, bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2,
-    compressed_int4, compressed_twice, uneven, compressed_hierarchical, ragged. Or your kernels, as module:kernel or
-    file.py:kernel, with the signature of the operation: (x, axis, **options)."""
+    compressed_int4, compressed_mxfp8, compressed_mxfp4, compressed_nvfp4, compressed_twice, uneven,
+    compressed_hierarchical, ragged. Or your kernels, as module:kernel or file.py:kernel, with the signature of the
+    operation: (x, axis, **options)."""
     sizes: Optional[str] = None
     """Bytes of the whole array, FIRST:LAST:FACTOR or one size, such as 1K:64M:4; by default 1K:4M:16 on CPUs and
     1K:64M:4 elsewhere."""
