@@ -13,13 +13,12 @@ target, which sends nothing, gives a buffer of zeros, and what a device of the s
 of the joint mesh needs as much memory as units are on their way, and never the arrays.
 
 Why a joint mesh: `jax.device_put` between two meshes works in one process alone on CPU (several refuse it), and what it
-sends stands nowhere in a program. A ppermute is the one collective in which a device sends to one other that it is told.
-It works between processes, on every platform, and the census counts it.
+sends stands nowhere in a program. A ppermute is the one collective in which a device sends to one other alone. It works
+between processes, on every platform, and the census counts it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -34,9 +33,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import apart
 from shardkit.collectives import all_gather, vary
 from shardkit.collectives.permute import permute
-from shardkit.meshes.layout import local_shape, spec_axes
+from shardkit.meshes.layout import spec_axes
 from shardkit.resharding.rounds import Pairs, Side, find_part
-from shardkit.resharding.transfers import Batch, Transfer
+from shardkit.resharding.transfers import Batch, Staging, Transfer
 from shardkit.resharding.views import Shape
 
 JOINT = "joint"  # the axis of the joint mesh: the devices of the source in their order, then those of the target
@@ -50,21 +49,19 @@ class InFlight:
     """
 
     def __init__(self, limit: int):
-        self.limit = limit
-        self.bytes = 0
-        self.results: list[Any] = []
+        self.staging = Staging(limit)
+        self.results: dict[str, Any] = {}
 
     def admit(self, staging: int) -> None:
         """Waits until so many bytes fit."""
-        if self.results and self.bytes + staging > self.limit:
-            jax.block_until_ready(self.results)
-            self.results.clear()
-            self.bytes = 0
-        self.bytes += staging
+        if self.staging.admit(staging):
+            return
+        jax.block_until_ready(self.results)
+        self.results.clear()
 
-    def add(self, results: Any) -> None:
-        """The results of a program that was started; a result that the next one overwrites is not among them."""
-        self.results.append(results)
+    def add(self, path: str, results: Any) -> None:
+        """What the newest program of a leaf returned; it has overwritten what the ones before it returned."""
+        self.results[path] = results
 
 
 def run_transfer(x: Any, transfer: Transfer, mesh: Mesh, to: Mesh, in_flight: InFlight) -> jax.Array:
@@ -82,11 +79,12 @@ def run_transfer(x: Any, transfer: Transfer, mesh: Mesh, to: Mesh, in_flight: In
             parts = None
             if sends:
                 parts = _pack(x, transfer, batch, offset, mesh)
-            received = _send(parts, transfer, batch, mesh, to)
+            joined = _send(parts, transfer, batch, mesh, to)
             if receives:
+                received = tuple(_take_target(array, mesh, to) for array in joined)
                 out = _unpack(out, received, transfer, batch, offset, to)
             if not traced:
-                in_flight.add(received)
+                in_flight.add(transfer.path, (joined, out))
     if out is None:
         return make_global(transfer.shape, NamedSharding(to, transfer.target_spec), [], transfer.result)
     return out
@@ -213,7 +211,7 @@ def _make_pack(mesh: Mesh, spec: PartitionSpec, piece: Shape, wire: Any) -> Any:
 
 
 def _send(parts: Any, transfer: Transfer, batch: Batch, mesh: Mesh, to: Mesh) -> Any:
-    """For each step [devices, rounds, *piece] on the target: what each of its devices received."""
+    """For each step [devices, rounds, *piece] on the joint mesh: what each device received."""
     pairs_of_steps = []
     joined = []
     for number, step in enumerate(batch):
@@ -229,8 +227,7 @@ def _send(parts: Any, transfer: Transfer, batch: Batch, mesh: Mesh, to: Mesh) ->
         joined.append(join(part, zeros, shape, transfer.wire, mesh, to))
     joint = join_meshes(mesh, to)
     with apart(joint):
-        received = _make_send(joint, tuple(pairs_of_steps))(tuple(joined))
-    return tuple(_take_target(array, mesh, to) for array in received)
+        return _make_send(joint, tuple(pairs_of_steps))(tuple(joined))
 
 
 @lru_cache(maxsize=1024)
@@ -338,7 +335,7 @@ def _make_unpack(to: Mesh, spec: PartitionSpec, target: Side, shape: Shape, piec
 
 
 def _write_units(out: jax.Array, units: jax.Array, starts: jax.Array, valid: jax.Array) -> jax.Array:
-    """This device's shard with units [copies, rounds, *piece], each written where `starts` [copies, rounds, dims] says."""
+    """A shard with units [copies, rounds, *piece], each written where `starts` [copies, rounds, dims] says."""
     copies, rounds, *piece = units.shape
     units = units.reshape(copies * rounds, *piece)
     starts = starts.reshape(copies * rounds, -1)

@@ -192,11 +192,11 @@ def find_part(unit: Shape, grid: Shape, parts: Shape) -> Shape:
 
 
 def _arrange_rounds(messages: Sequence[Message]) -> list[Round]:
-    """Rounds in which a device sends once at most and receives once at most; as many as the busiest device has units."""
+    """Rounds in which a device sends and receives once at most; as many as the busiest device has units."""
     rounds = _Rounds(messages)
     for number in range(len(messages)):
         rounds.add(number)
-    return rounds.list()
+    return rounds.list_rounds()
 
 
 class _Rounds:
@@ -227,7 +227,7 @@ class _Rounds:
         self._trade(receiver, free_of_sender, free_of_receiver)
         self._put(number, free_of_sender)
 
-    def list(self) -> list[Round]:
+    def list_rounds(self) -> list[Round]:
         """The messages of each round, in the order of their senders."""
         rounds: dict[int, list[Message]] = defaultdict(list)
         for (_, index), number in sorted(self.sent.items()):
@@ -240,7 +240,7 @@ class _Rounds:
         self.received[receiver, index] = number
 
     def _find_free(self, busy: Mapping[tuple[int, int], int], device: int) -> int:
-        """The first round in which a device has no message: fewer of its messages have a place than there are rounds."""
+        """The first round in which a device has no message: with a message left to place, there is one."""
         return next(index for index in range(self.count) if (device, index) not in busy)
 
     def _trade(self, receiver: int, first: int, second: int) -> None:
@@ -270,7 +270,7 @@ class _Rounds:
 
 
 def cut_unit(unit: Shape, most: int) -> Shape:
-    """Into how many equal pieces to cut each dim of a unit, so that a piece has no more than `most` elements, or has one.
+    """Into how many equal pieces to cut each dim of a unit, so that a piece has at most `most` elements, or has one.
 
     Worked example: 6x10 with at most 12 elements needs 5 pieces. Dim 0 divides into 6, dim 1 into 5: it is cut. With at
     most 5 elements it needs 12, and no dim divides into so many: dim 1 is cut into 10 and then dim 0 into 2.

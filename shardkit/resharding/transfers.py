@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import format_count
 from shardkit.meshes.layout import canonical, local_shape_of, spec_axes
-from shardkit.plans.storage import is_key
+from shardkit.plans.storage import is_key, is_padded
 from shardkit.resharding.moves import LeafStorage
 from shardkit.resharding.rounds import Pairs, Round, Rounds, Side, cut_unit, find_rounds, list_pairs
 from shardkit.resharding.views import Shape
@@ -30,6 +30,24 @@ class SendStep(NamedTuple):
 
 
 Batch = tuple[SendStep, ...]
+
+
+class Staging:
+    """The bytes of the pieces on their way, of which a device holds no more than a limit if one piece fits into it."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.held = 0
+        self.most = 0  # at any time
+
+    def admit(self, size: int) -> bool:
+        """Whether so many bytes more fit; if not, those before them must be gone first."""
+        fits = self.held + size <= self.limit
+        if not fits:
+            self.held = 0
+        self.held += size
+        self.most = max(self.most, self.held)
+        return fits
 
 
 class Transfer(NamedTuple):
@@ -149,10 +167,10 @@ def make_transfer(
     piece_bytes: int,
 ) -> Transfer:
     """The transfer of one leaf; `where` begins errors."""
-    if before.storage.rows or after.storage.rows:
+    if is_padded(x) or before.storage.rows or after.storage.rows:
         raise ValueError(
-            f"{where} is stored in the order of the stages of a pipeline, and between meshes a leaf must be in its "
-            "own. Pass unpadded(...) of it."
+            f"{where} must be stored in its original form between two meshes; got one that a plan pads, or stores in "
+            "the order of stages. Pass unpadded(...) of it, and layouts that divide it."
         )
     for leaf, own_mesh in ((before, mesh), (after, to)):
         local_shape_of(where, tuple(x.shape), leaf.storage.spec, own_mesh)
