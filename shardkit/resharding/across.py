@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import format_count
+from shardkit._jax import compat
 from shardkit.meshes.layout import path_name, table
 from shardkit.plans.storage import is_key, is_padded, to_storable
 from shardkit.resharding.arrival import Arrival, compare, start_sums
@@ -142,7 +143,7 @@ def move_across(leaves: Sequence[Any], transfers: Transfers, *, donate: bool, ch
         if check:
             sums_after.append(start_sums(result, transfer, to, of_target=True))
         if is_key(x):
-            result = jax.random.wrap_key_data(result, impl=jax.random.key_impl(x))
+            result = jax.random.wrap_key_data(result, impl=compat.key_impl(x.dtype))
         results.append(result)
     if check:
         _refuse_loss(compare(transfers.leaves, sums_before, sums_after, mesh, to))
