@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from shardkit._arguments.checks import format_count
 from shardkit._jax import compat
@@ -122,6 +122,28 @@ def make_transfers(
         leaf = f"{where}: leaf {name}"
         transfers.append(make_transfer(leaf, name, x, before, after, mesh, to, dtype, piece_bytes))
     return Transfers(tuple(transfers), mesh, to, piece_bytes)
+
+
+def refuse_tracing(where: str, leaves: Sequence[Any], mesh: Any, to: Any, *, check: bool) -> None:
+    """Refuses what a census cannot read; jax itself refuses to compile one program for the devices of two meshes."""
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return
+    reasons = []
+    if not jax.sharding.get_abstract_mesh().empty:
+        reasons.append("inside of jax.set_mesh")
+    if not _is_auto(mesh) or not _is_auto(to):
+        reasons.append("between meshes with other axes than Auto")
+    if check:
+        reasons.append("with check=True")
+    if reasons:
+        raise ValueError(
+            f"{where}: a move to another mesh is several programs, and inside jit it can be read by a census alone; "
+            f"got one {' and '.join(reasons)}, where it cannot. Call it outside of jit."
+        )
+
+
+def _is_auto(mesh: Any) -> bool:
+    return all(axis_type == AxisType.Auto for axis_type in mesh.axis_types)
 
 
 def move_across(leaves: Sequence[Any], transfers: Transfers, *, donate: bool, check: bool) -> list[Any]:

@@ -29,12 +29,10 @@ from shardkit.meshes.layout import spec_axes, table
 from shardkit.on_device.checksum import PIECE, checksum_of_part
 from shardkit.resharding.between_meshes import (
     JOINT,
-    drop_single,
     find_index,
     is_here,
     join,
     join_meshes,
-    list_axes,
 )
 from shardkit.resharding.rounds import Side, cut_at_both
 from shardkit.resharding.transfers import Transfer
@@ -110,14 +108,14 @@ def start_sums(x: Any, transfer: Transfer, mesh: Mesh, *, of_target: bool) -> An
 def _make_sums(
     mesh: Mesh, spec: PartitionSpec, side: Side, grid: Shape, shape: Shape, result: Any, piece: int | None
 ) -> Any:
-    axes = list_axes(mesh)
+    axes = mesh.axis_names
     own_grid = _divide(grid, side.parts)
     block = _divide(shape, grid)
 
     def sum_blocks(x: jax.Array) -> jax.Array:
         # Where this device's shard begins in the array.
         first = []
-        for size, dim_axes in zip(x.shape, spec_axes(drop_single(spec, mesh)), strict=False):
+        for size, dim_axes in zip(x.shape, spec_axes(spec), strict=False):
             first.append(find_index(dim_axes) * size)
         first += [0] * (x.ndim - len(first))
 
@@ -132,7 +130,7 @@ def _make_sums(
         return vary(lax.map(sum_block, jnp.arange(math.prod(own_grid)))[None], axes)
 
     out_specs = PartitionSpec(axes)
-    return jax.jit(jax.shard_map(sum_blocks, mesh=mesh, in_specs=drop_single(spec, mesh), out_specs=out_specs))
+    return jax.jit(jax.shard_map(sum_blocks, mesh=mesh, in_specs=spec, out_specs=out_specs))
 
 
 def _divide(sizes: Shape, counts: Shape) -> Shape:
@@ -181,7 +179,7 @@ def _make_concatenation(mesh: Mesh, length: int) -> Any:
         message = jnp.concatenate(sums, axis=1)
         return jnp.pad(message, ((0, 0), (0, length - message.shape[1])))
 
-    spec = PartitionSpec(list_axes(mesh))
+    spec = PartitionSpec(mesh.axis_names)
     return jax.jit(jax.shard_map(concatenate, mesh=mesh, in_specs=spec, out_specs=spec))
 
 

@@ -12,9 +12,10 @@ Between them no byte moves: the arrays of the joint mesh are made of the buffers
 target, which sends nothing, gives a buffer of zeros, and what a device of the source receives is dropped. So a program
 of the joint mesh needs as much memory as units are on their way, and never the arrays.
 
-Why a joint mesh: `jax.device_put` between two meshes works in one process alone on CPU (several refuse it), and what it
-sends stands nowhere in a program. A ppermute is the one collective in which a device sends to one other alone. It works
-between processes, on every platform, and the census counts it.
+Why a joint mesh: `jax.device_put` to the devices of other processes is only there between equal layouts, and on CPU it
+needs the addresses of servers as flags (jax 0.10 to 0.12, `_is_supported_cross_host_transfer` in jax/_src/dispatch.py).
+What it sends stands nowhere in a program. A ppermute is the one collective in which a device sends to one other alone.
+It works between processes, on every platform, and the census counts it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import apart
 from shardkit.collectives import all_gather, vary
 from shardkit.collectives.permute import permute
-from shardkit.meshes.layout import spec_axes
 from shardkit.resharding.rounds import Pairs, Side, find_part
 from shardkit.resharding.transfers import Batch, Staging, Transfer
 from shardkit.resharding.views import Shape
@@ -103,16 +103,8 @@ def join_meshes(mesh: Mesh, to: Mesh) -> Mesh:
 
 
 def list_axes(mesh: Any) -> tuple[str, ...]:
-    """The axes of more than one device, over which the device numbers of a mesh are joint indices."""
+    """The axes of more than one device: an array that is split over others too would count as varying over them."""
     return tuple(axis for axis, size in mesh.shape.items() if size > 1)
-
-
-def drop_single(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
-    """The spec without axes of one device, over which an array would count as varying."""
-    entries = []
-    for axes in spec_axes(spec):
-        entries.append(tuple(axis for axis in axes if mesh.shape[axis] > 1))
-    return PartitionSpec(*entries)
 
 
 def find_index(axes: Sequence[str]) -> Any:
@@ -188,7 +180,7 @@ def _find_starts_to_send(transfer: Transfer, batch: Batch) -> list[np.ndarray]:
 
 @lru_cache(maxsize=1024)
 def _make_pack(mesh: Mesh, spec: PartitionSpec, piece: Shape, wire: Any) -> Any:
-    axes = list_axes(mesh)
+    axes = mesh.axis_names
 
     # The cast is before the wire, and of what is sent alone: a whole shard in the other dtype would be memory as well.
     def pack(x: jax.Array, starts: Sequence[jax.Array]) -> Any:
@@ -203,7 +195,7 @@ def _make_pack(mesh: Mesh, spec: PartitionSpec, piece: Shape, wire: Any) -> Any:
             parts.append(vary(units[None], axes))
         return tuple(parts)
 
-    in_specs = (drop_single(spec, mesh), PartitionSpec())
+    in_specs = (spec, PartitionSpec())
     return jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(axes)))
 
 
@@ -329,8 +321,8 @@ def _make_unpack(to: Mesh, spec: PartitionSpec, target: Side, shape: Shape, piec
             out = _write_units(out, gathered, starts[shard], valid[shard])
         return out
 
-    in_specs = (drop_single(spec, to), PartitionSpec(list_axes(to)), PartitionSpec())
-    on_mesh = jax.shard_map(unpack, mesh=to, in_specs=in_specs, out_specs=drop_single(spec, to))
+    in_specs = (spec, PartitionSpec(list_axes(to)), PartitionSpec())
+    on_mesh = jax.shard_map(unpack, mesh=to, in_specs=in_specs, out_specs=spec)
     return jax.jit(on_mesh, donate_argnums=0, out_shardings=NamedSharding(to, spec))
 
 

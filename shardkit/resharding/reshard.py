@@ -19,7 +19,7 @@ from shardkit.meshes.layout import path_name
 from shardkit.plans.plan import Plan
 from shardkit.plans.splits import LeafLayout, map_layouts
 from shardkit.plans.storage import Storage, is_padded, padding, stored_array, stored_shape, wrap_stored
-from shardkit.resharding.across import Transfers, make_transfers, move_across
+from shardkit.resharding.across import Transfers, make_transfers, move_across, refuse_tracing
 from shardkit.resharding.between_meshes import is_here
 from shardkit.resharding.moves import LeafStorage, Move, Moves, make_move, make_program
 from shardkit.steps.state import TrainState
@@ -105,6 +105,7 @@ def reshard(
     if _is_other(mesh, to):
         target_storage = _read_layouts("reshard", "target", target, tree, to)
         _check_arrays("reshard", tree)
+        refuse_tracing("reshard", leaves, mesh, to, check=check)
         transfers = make_transfers("reshard", tree, source_storage, target_storage, mesh, to, dtype, piece_bytes)
         for x, transfer in zip(leaves, transfers.leaves, strict=True):
             if is_here(mesh):
