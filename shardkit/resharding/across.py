@@ -128,17 +128,17 @@ def refuse_tracing(where: str, leaves: Sequence[Any], mesh: Any, to: Any, *, che
     """Refuses what a census cannot read; jax itself refuses to compile one program for the devices of two meshes."""
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         return
-    reasons = []
+    obstacles = []
     if not jax.sharding.get_abstract_mesh().empty:
-        reasons.append("inside of jax.set_mesh")
+        obstacles.append("a mesh of jax.set_mesh")
     if not _is_auto(mesh) or not _is_auto(to):
-        reasons.append("between meshes with other axes than Auto")
+        obstacles.append("axes that are not Auto")
     if check:
-        reasons.append("with check=True")
-    if reasons:
+        obstacles.append("check=True")
+    if obstacles:
         raise ValueError(
-            f"{where}: a move to another mesh is several programs, and inside jit it can be read by a census alone; "
-            f"got one {' and '.join(reasons)}, where it cannot. Call it outside of jit."
+            f"{where}: a move to another mesh is several programs, which jax traces for a census alone, over Auto axes, "
+            f"without jax.set_mesh and check; got {' and '.join(obstacles)}. Call it outside of jit."
         )
 
 

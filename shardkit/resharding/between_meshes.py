@@ -71,7 +71,7 @@ def run_transfer(x: Any, transfer: Transfer, mesh: Mesh, to: Mesh, in_flight: In
     receives = traced or is_here(to)
     out = None
     if receives:
-        out = _make_empty(to, transfer)
+        out = _make_empty(to, transfer, traced)
     for batch in transfer.list_batches():
         for offset in transfer.list_offsets():
             if not traced:
@@ -247,8 +247,13 @@ def _make_send(joint: Mesh, pairs_of_steps: tuple[Pairs, ...]) -> Any:
 # Unpack: on the target mesh.
 
 
-def _make_empty(to: Mesh, transfer: Transfer) -> Any:
+def _make_empty(to: Mesh, transfer: Transfer, traced: bool) -> Any:
     """The array on the target mesh, of zeros, which the units overwrite."""
+    if 0 in transfer.shape and not traced:
+        # Nothing will overwrite it, and XLA does not split what has no elements: shards would have the whole shape.
+        sharding = NamedSharding(to, transfer.target_spec)
+        shard = np.zeros(sharding.shard_shape(transfer.shape), transfer.result)
+        return jax.make_array_from_callback(transfer.shape, sharding, lambda index: shard, dtype=transfer.result)
     with apart(to):
         return _make_empty_program(to, transfer.target_spec, transfer.shape, transfer.result)()
 

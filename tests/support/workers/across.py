@@ -1,4 +1,4 @@
-"""A trainer and a rollout on meshes that share no device, in a job: `across.py DIRECTORY` leaves what each process saw."""
+"""A trainer and a rollout on meshes that share no device: `across.py DIRECTORY` leaves there what each process saw."""
 
 import json
 import sys
