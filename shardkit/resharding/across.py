@@ -137,8 +137,8 @@ def refuse_tracing(where: str, leaves: Sequence[Any], mesh: Any, to: Any, *, che
         obstacles.append("check=True")
     if obstacles:
         raise ValueError(
-            f"{where}: a move to another mesh is several programs, which jax traces for a census alone, over Auto axes, "
-            f"without jax.set_mesh and check; got {' and '.join(obstacles)}. Call it outside of jit."
+            f"{where}: a move to another mesh is several programs, which jax traces for a census alone, over Auto "
+            f"axes, without jax.set_mesh and check; got {' and '.join(obstacles)}. Call it outside of jit."
         )
 
 

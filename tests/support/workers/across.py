@@ -73,27 +73,26 @@ def is_right(moved, mesh, dtype):
 
 
 saw = {}
-halves = {
-    "a process each": (devices[:4], devices[4:]),
-    "both in both": (devices[0:2] + devices[4:6], devices[2:4] + devices[6:8]),
-}
-for name, (own, others) in halves.items():
-    trainer = sk.make_mesh(own, fsdp=2, tp=2)
-    for sizes in ({"tp": 4}, {"replica": 2, "tp": 2}):
-        rollout = sk.make_mesh(others, **sizes)
-        for dtype, piece_bytes in ((jnp.bfloat16, 2**24), (jnp.float32, 48)):
-            params = on_mesh(trainer, SOURCE)
-            options = {"mesh": trainer, "to": rollout, "dtype": dtype, "piece_bytes": piece_bytes}
-            plan = sk.reshard_steps(params, SOURCE, TARGET, **options)
-            moved = sk.reshard(params, SOURCE, TARGET, **options)
-            again = sk.reshard(params, SOURCE, TARGET, check=True, donate=True, **options)
-            case = f"{name}, {' '.join(sizes)}, {jnp.dtype(dtype).name}"
-            params = on_mesh(trainer, SOURCE)
-            saw[case] = {
-                "wrong": is_right(moved, rollout, dtype) + is_right(again, rollout, dtype),
-                "bytes": [plan.crossing, plan.least],
-                "arrival": str(plan.arrived(params, moved)),
-            }
+apart, both = (devices[:4], devices[4:]), (devices[0:2] + devices[4:6], devices[2:4] + devices[6:8])
+CASES = [  # the devices of each mesh, the sizes of the rollout, the dtype there, the staging
+    ("a process each", apart, {"tp": 4}, jnp.bfloat16, 2**24),
+    ("a process each", apart, {"replica": 2, "tp": 2}, jnp.float32, 48),
+    ("both in both", both, {"tp": 4}, jnp.float32, 48),
+    ("both in both", both, {"replica": 2, "tp": 2}, jnp.bfloat16, 2**24),
+]
+for name, (own, others), sizes, dtype, piece_bytes in CASES:
+    trainer, rollout = sk.make_mesh(own, fsdp=2, tp=2), sk.make_mesh(others, **sizes)
+    params = on_mesh(trainer, SOURCE)
+    options = {"mesh": trainer, "to": rollout, "dtype": dtype, "piece_bytes": piece_bytes}
+    plan = sk.reshard_steps(params, SOURCE, TARGET, **options)
+    moved = sk.reshard(params, SOURCE, TARGET, **options)
+    arrival = plan.arrived(params, moved)
+    again = sk.reshard(params, SOURCE, TARGET, check=True, donate=True, **options)
+    saw[f"{name}, {' '.join(sizes)}, {jnp.dtype(dtype).name}"] = {
+        "wrong": is_right(moved, rollout, dtype) + is_right(again, rollout, dtype),
+        "bytes": [plan.crossing, plan.least],
+        "arrival": str(arrival),
+    }
 
 
 def lose_one(x, names, pairs):
