@@ -84,7 +84,7 @@ class Side(NamedTuple):
         return holders
 
 
-class Message(NamedTuple):
+class UnitSend(NamedTuple):
     """A unit that is sent."""
 
     sender: int  # the number of a device in the source mesh
@@ -93,7 +93,7 @@ class Message(NamedTuple):
 
 
 Pairs = tuple[tuple[int, int], ...]
-Round = tuple[Message, ...]  # in the order of the senders
+Round = tuple[UnitSend, ...]  # in the order of the senders
 
 
 class Rounds(NamedTuple):
@@ -168,7 +168,7 @@ def _find_prime_factors(number: int) -> list[int]:
     return factors
 
 
-def _assign_units(grid: Shape, source: Side, target: Side) -> list[Message]:
+def _assign_units(grid: Shape, source: Side, target: Side) -> list[UnitSend]:
     """For each unit one of the devices that hold it and one that needs it: copies of a shard take turns."""
     senders = source.list_holders()
     receivers = target.list_holders()
@@ -182,7 +182,7 @@ def _assign_units(grid: Shape, source: Side, target: Side) -> list[Message]:
             turns[name, shard] += 1
             devices.append(holders[shard][turn % side.copies])
         sender, receiver = devices
-        messages.append(Message(sender, receiver, unit))
+        messages.append(UnitSend(sender, receiver, unit))
     return messages
 
 
@@ -191,7 +191,7 @@ def find_part(unit: Shape, grid: Shape, parts: Shape) -> Shape:
     return tuple(index * part // count for index, count, part in zip(unit, grid, parts, strict=True))
 
 
-def _arrange_rounds(messages: Sequence[Message]) -> list[Round]:
+def _arrange_rounds(messages: Sequence[UnitSend]) -> list[Round]:
     """Rounds in which a device sends and receives once at most; as many as the busiest device has units."""
     rounds = _Rounds(messages)
     for number in range(len(messages)):
@@ -202,7 +202,7 @@ def _arrange_rounds(messages: Sequence[Message]) -> list[Round]:
 class _Rounds:
     """The edges of a bipartite graph, colored one after another: a color is a round."""
 
-    def __init__(self, messages: Sequence[Message]):
+    def __init__(self, messages: Sequence[UnitSend]):
         self.messages = messages
         sends = Counter(message.sender for message in messages)
         receipts = Counter(message.receiver for message in messages)
@@ -229,7 +229,7 @@ class _Rounds:
 
     def list_rounds(self) -> list[Round]:
         """The messages of each round, in the order of their senders."""
-        rounds: dict[int, list[Message]] = defaultdict(list)
+        rounds: dict[int, list[UnitSend]] = defaultdict(list)
         for (_, index), number in sorted(self.sent.items()):
             rounds[index].append(self.messages[number])
         return [tuple(rounds[index]) for index in sorted(rounds)]

@@ -136,6 +136,15 @@ def test_every_bit_arrives_and_bytes_are_at_the_bound(seed):
     assert (compiles.count, bits(again)) == (0, bits(moved))
 
 
+# Alone in finding: shards of an empty array in the whole array's shape, which is what XLA makes of them.
+def test_an_empty_array_is_laid_out_as_others():
+    mesh, to = trainer_and_rollout()
+    x = sk.shard(np.ones((8, 0), np.float32), mesh, P("fsdp"))
+    moved = sk.reshard(x, P("fsdp"), P("tp"), mesh=mesh, to=to, dtype=jnp.bfloat16, check=True)
+    assert [shard.data.shape for shard in moved.addressable_shards] == [(2, 0)] * 4
+    assert (moved.shape, moved.dtype, moved.sharding) == ((8, 0), jnp.bfloat16, NamedSharding(to, P("tp")))
+
+
 def test_copies_cross_once():
     """Four copies in the target: each receives a quarter, and gathers the others there."""
     mesh, to = trainer_and_rollout(replica=4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.resharding.rounds import Message, Side, _arrange_rounds, cut_unit, find_rounds, list_pairs
+from shardkit.resharding.rounds import Side, UnitSend, _arrange_rounds, cut_unit, find_rounds, list_pairs
 
 pytestmark = pytest.mark.check
 MESHES = [(1,), (2,), (3,), (4,), (6,), (2, 2), (2, 3), (3, 1, 2), (2, 2, 2), (4, 4)]
@@ -93,7 +93,7 @@ def test_copies_of_a_shard_share_its_units(case):
 @example([(0, 0), (1, 1), (0, 1), (2, 1), (2, 0), (1, 2)])
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=40))
 def test_rounds_are_as_many_as_the_busiest_device_has_messages(pairs):
-    messages = [Message(sender, receiver, (number,)) for number, (sender, receiver) in enumerate(pairs)]
+    messages = [UnitSend(sender, receiver, (number,)) for number, (sender, receiver) in enumerate(pairs)]
     rounds = _arrange_rounds(messages)
     assert sorted(message.unit for one_round in rounds for message in one_round) == sorted(m.unit for m in messages)
     for one_round in rounds:
