@@ -12,6 +12,8 @@ Between them no byte moves: the arrays of the joint mesh are made of the buffers
 target, which sends nothing, gives a buffer of zeros, and what a device of the source receives is dropped. So a program
 of the joint mesh needs as much memory as units are on their way, and never the arrays.
 
+Small floats travel as integers of their bits. On CPU XLA sends bfloat16 as float32, which is twice the bytes.
+
 Why a joint mesh: `jax.device_put` to the devices of other processes is only there between equal layouts, and on CPU it
 needs the addresses of servers as flags (jax 0.10 to 0.12, `_is_supported_cross_host_transfer` in jax/_src/dispatch.py).
 What it sends stands nowhere in a program. A ppermute is the one collective in which a device sends to one other alone.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import apart
 from shardkit.collectives import all_gather, vary
 from shardkit.collectives.permute import permute
-from shardkit.resharding.rounds import Pairs, Side, find_part
+from shardkit.resharding.rounds import Pairs, Side
 from shardkit.resharding.transfers import Batch, Staging, Transfer
 from shardkit.resharding.views import Shape
 
@@ -149,6 +151,26 @@ def _take_target(joined: Any, mesh: Mesh, to: Mesh) -> Any:
     return make_global((to.size, *joined.shape[1:]), sharding, shards, joined.dtype)
 
 
+def find_carrier(dtype: Any) -> Any:
+    """The dtype in which an array travels: of small floats integers of as many bits, else the array's own."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+    return jnp.dtype(dtype)
+
+
+def _to_bits(x: jax.Array) -> jax.Array:
+    carrier = find_carrier(x.dtype)
+    if carrier == x.dtype:
+        return x
+    return lax.bitcast_convert_type(x, carrier)
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    if x.dtype == dtype:
+        return x
+    return lax.bitcast_convert_type(x, dtype)
+
+
 # Pack: on the source mesh.
 
 
@@ -186,7 +208,7 @@ def _make_pack(mesh: Mesh, spec: PartitionSpec, piece: Shape, wire: Any) -> Any:
     def pack(x: jax.Array, starts: Sequence[jax.Array]) -> Any:
         def cut(start: jax.Array) -> jax.Array:
             begin = [start[dim] for dim in range(len(piece))]
-            return lax.dynamic_slice(x, begin, piece).astype(wire)
+            return _to_bits(lax.dynamic_slice(x, begin, piece).astype(wire))
 
         device = find_index(axes)
         parts = []
@@ -215,8 +237,8 @@ def _send(parts: Any, transfer: Transfer, batch: Batch, mesh: Mesh, to: Mesh) ->
         zeros = None
         if isinstance(part, jax.core.Tracer) or is_here(to):
             with apart(to):
-                zeros = _make_zeros(to, shape, transfer.wire)()
-        joined.append(join(part, zeros, shape, transfer.wire, mesh, to))
+                zeros = _make_zeros(to, shape, find_carrier(transfer.wire))()
+        joined.append(join(part, zeros, shape, find_carrier(transfer.wire), mesh, to))
     joint = join_meshes(mesh, to)
     with apart(joint):
         return _make_send(joint, tuple(pairs_of_steps))(tuple(joined))
@@ -266,42 +288,45 @@ def _make_empty_program(to: Mesh, spec: PartitionSpec, shape: Shape, dtype: Any)
 def _unpack(out: Any, received: Any, transfer: Transfer, batch: Batch, offset: Shape, to: Mesh) -> Any:
     """The array with the received units in it."""
     tables = []
-    for starts, valid in _find_starts_to_write(transfer, batch):
-        tables.append((starts + np.array(offset, np.int32), valid))
-    unpack = _make_unpack(to, transfer.target_spec, transfer.target, transfer.shape, transfer.piece)
+    for writes in _find_writes(transfer, batch):
+        tables.append(writes._replace(starts=writes.starts + np.array(offset, np.int32)))
+    unpack = _make_unpack(to, transfer.target_spec, transfer.target, transfer.wire, transfer.result)
     with apart(to):
         return unpack(out, received, tuple(tables))
 
 
-def _find_starts_to_write(transfer: Transfer, batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each step [shards, copies, rounds, dims]: where in its shard a unit belongs; and whether there is one.
+class _Writes(NamedTuple):
+    """What a step brings to each shard of the target."""
 
-    A shard of the target has copies, of which each received another unit.
-    """
+    counts: Any  # [shards]: how many units
+    units: Any  # [shards, copies * rounds]: which of the units that all copies have received; behind `counts` none
+    starts: Any  # [shards, copies * rounds, dims]: where in the shard it begins
+
+
+def _find_writes(transfer: Transfer, batch: Batch) -> list[_Writes]:
+    """For each step what a shard gets. It has copies, of which each received another unit in a round, or none."""
     target = transfer.target
     unit = transfer.route.unit
-    grid = transfer.route.grid
-    shard_shape = [size // count for size, count in zip(transfer.shape, target.parts, strict=True)]
+    shard_shape = np.maximum(np.floor_divide(transfer.shape, target.parts), 1)
     split_sizes = [target.sizes[axis] for axis in target.split_axes]
     copy_sizes = [target.sizes[axis] for axis in target.copy_axes]
     devices = list(target.devices())
     tables = []
     for step in batch:
-        valid = np.zeros((math.prod(split_sizes), target.copies, len(step.rounds)), bool)
-        starts = np.zeros((*valid.shape, len(unit)), np.int32)
+        rounds = len(step.rounds)
+        counts = np.zeros(math.prod(split_sizes), np.int32)
+        units = np.zeros((len(counts), target.copies * rounds), np.int32)
+        starts = np.zeros((*units.shape, len(unit)), np.int32)
         for number, messages in enumerate(step.rounds):
             for message in messages:
                 device = devices[message.receiver]
-                assert target.find_shard(device) == find_part(message.unit, grid, target.parts)
-                place = (
-                    _join_index([device[axis] for axis in target.split_axes], split_sizes),
-                    _join_index([device[axis] for axis in target.copy_axes], copy_sizes),
-                    number,
-                )
-                begin = np.multiply(message.unit, unit)
-                starts[place] = begin % np.maximum(shard_shape, 1)
-                valid[place] = True
-        tables.append((starts, valid))
+                shard = _join_index([device[axis] for axis in target.split_axes], split_sizes)
+                copy = _join_index([device[axis] for axis in target.copy_axes], copy_sizes)
+                place = (shard, counts[shard])
+                units[place] = copy * rounds + number
+                starts[place] = np.multiply(message.unit, unit) % shard_shape
+                counts[shard] += 1
+        tables.append(_Writes(counts, units, starts))
     return tables
 
 
@@ -314,16 +339,17 @@ def _join_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _make_unpack(to: Mesh, spec: PartitionSpec, target: Side, shape: Shape, piece: Shape) -> Any:
+def _make_unpack(to: Mesh, spec: PartitionSpec, target: Side, wire: Any, result: Any) -> Any:
     # The all_gather is here, in the target mesh, and not on the way: each unit crosses once, to one of the copies, and
     # reaches the others over the links within their mesh, which are the faster ones.
-    def unpack(out: jax.Array, received: Sequence[jax.Array], tables: Any) -> jax.Array:
+    def unpack(out: jax.Array, received: Sequence[jax.Array], tables: Sequence[_Writes]) -> jax.Array:
         shard = find_index(target.split_axes)
-        for units, (starts, valid) in zip(received, tables, strict=True):
+        for units, writes in zip(received, tables, strict=True):
             gathered = units
             if target.copy_axes:
                 gathered = all_gather(units, target.copy_axes, dim=0, replicated=True)
-            out = _write_units(out, gathered, starts[shard], valid[shard])
+            shard_writes = _Writes(writes.counts[shard], writes.units[shard], writes.starts[shard])
+            out = _write_units(out, gathered, shard_writes, wire)
         return out
 
     in_specs = (spec, PartitionSpec(list_axes(to)), PartitionSpec())
@@ -331,18 +357,16 @@ def _make_unpack(to: Mesh, spec: PartitionSpec, target: Side, shape: Shape, piec
     return jax.jit(on_mesh, donate_argnums=0, out_shardings=NamedSharding(to, spec))
 
 
-def _write_units(out: jax.Array, units: jax.Array, starts: jax.Array, valid: jax.Array) -> jax.Array:
-    """A shard with units [copies, rounds, *piece], each written where `starts` [copies, rounds, dims] says."""
-    copies, rounds, *piece = units.shape
-    units = units.reshape(copies * rounds, *piece)
-    starts = starts.reshape(copies * rounds, -1)
-    valid = valid.reshape(copies * rounds)
+def _write_units(out: jax.Array, units: jax.Array, writes: _Writes, wire: Any) -> jax.Array:
+    """A shard with the units that it gets, of those of all copies, [copies, rounds, *piece]."""
+    piece = units.shape[2:]
+    units = units.reshape(-1, *piece)
 
     def write(number: jax.Array, out: jax.Array) -> jax.Array:
-        begin = [starts[number, dim] for dim in range(len(piece))]
-        there = lax.dynamic_slice(out, begin, piece)
-        # Where nothing arrived, zeros did.
-        unit = jnp.where(valid[number], units[number].astype(out.dtype), there)
+        unit = _from_bits(units[writes.units[number]], wire).astype(out.dtype)
+        begin = [writes.starts[number, dim] for dim in range(len(piece))]
         return lax.dynamic_update_slice(out, unit, begin)
 
-    return lax.fori_loop(0, copies * rounds, write, out)
+    # A loop over the units that there are, not over all with a select: on CPU XLA selects bfloat16 in float32, and
+    # would hold a copy of the whole shard.
+    return lax.fori_loop(0, writes.counts, write, out)

@@ -57,8 +57,8 @@ def reshard(
         check: with `to`, compare checksums of every leaf on both meshes, and wait for them.
         donate: delete each leaf of `tree` as soon as it is moved. Memory then never holds all of source and target.
         piece_bytes: a leaf with larger shards moves piece by piece, along a dim no step touches. A device then
-            holds little more than the two shards while it moves. With `to`, a device holds at most so many bytes
-            besides them, or those of one element.
+            holds little more than the two shards while it moves. With `to`, the pieces that are on their way take at
+            most so many bytes on a device, or those of one element.
 
     Returns:
         The same tree with every leaf in its new layout, stored as the target plan stores it. If a leaf already has its
@@ -79,8 +79,8 @@ def reshard(
         axes more, because it permutes whole shards in one step and exchanges parts in another. If padding cuts a dim at
         other places in the two layouts (8 columns over 6 devices, then over 2), the dim is whole, or split elsewhere,
         in between: a device then holds more than two shards of this leaf. With `to` every element crosses once, in the
-        narrower dtype, which is the least there is, in as few ppermutes as the busiest device has partners. Copies of
-        a shard share the sends; copies in the target receive a part each, and then all_gather them there. The check
+        narrower dtype, which is the least there is, in as many rounds as the busiest device has units. Copies of a
+        shard share the sends; copies in the target receive a part each, and then all_gather them there. The check
         reads both arrays once, and sends 4 bytes for each block where both layouts cut.
 
     Example:
