@@ -114,6 +114,18 @@ def replace_arrays(tree: Any, named: dict[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(replace_array, tree, is_leaf=is_padded)
 
 
+def is_key(x: Any) -> bool:
+    """Whether a leaf is an array of typed keys."""
+    return jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def to_storable(x: Any) -> Any:
+    """Typed keys as their integers; other arrays unchanged."""
+    if is_key(x):
+        return jax.random.key_data(x)
+    return x
+
+
 def stored_array(x: Any) -> Any:
     """A leaf's array as it is stored, with its padding."""
     return x.array if is_padded(x) else x

@@ -174,10 +174,8 @@ ERRORS = {
     "reshard: target must be a Plan, or a PartitionSpec or NamedSharding for each leaf; got 'model'. Pass for "
     "example P('model').": lambda mesh: sk.reshard(placed(mesh), P("data"), "model", mesh=mesh),
     "reshard: source and target must be layouts on the mesh; got a NamedSharding in target over {'data': 8}, and "
-    "mesh is {'data': 2, 'model': 4}. Pass its mesh, or move the array to the other mesh with "
-    "jax.device_put.": lambda mesh: sk.reshard(
-        placed(mesh), P("data"), NamedSharding(sk.make_mesh(data=8), P()), mesh=mesh
-    ),
+    "mesh is {'data': 2, 'model': 4}. Pass its mesh; for a target on another mesh pass that one as "
+    "to.": lambda mesh: sk.reshard(placed(mesh), P("data"), NamedSharding(sk.make_mesh(data=8), P()), mesh=mesh),
     "reshard: piece_bytes must be at least 1; got 0.": lambda mesh: sk.reshard(
         placed(mesh), P("data"), P(), mesh=mesh, piece_bytes=0
     ),

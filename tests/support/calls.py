@@ -189,6 +189,18 @@ def builders():
         (sk.shard, {"tree": batch, "mesh": mesh, "specs": P("data")}),
         (sk.reshard, {"tree": laid, "source": P("data"), "target": P("data"), "mesh": mesh}),
         (sk.reshard_steps, {"tree": laid, "source": P("data"), "target": P(None, "data"), "mesh": mesh}),
+        (
+            sk.reshard_steps,
+            {
+                "tree": laid,
+                "source": P("data"),
+                "target": P("away"),
+                "mesh": mesh,
+                "to": sk.abstract_mesh(away=8),
+                "dtype": jnp.bfloat16,
+                "piece_bytes": 64,
+            },
+        ),
         (sk.specs_from_rules, {"logical_axes": {"w": ("a", "b")}, "rules": {"a": "data", "b": None}}),
         (sk.submeshes, {"mesh": mesh, "axis": "data"}),
         (sk.gathered, {"layer_fn": lambda w, x: x}),

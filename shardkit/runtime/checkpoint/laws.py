@@ -13,9 +13,8 @@ from shardkit._arguments.checks import apart
 from shardkit.meshes.layout import by_path
 from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.gradient import value_and_grad
-from shardkit.plans.storage import unpadded
+from shardkit.plans.storage import to_storable, unpadded
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
-from shardkit.runtime.data.reading import to_storable
 from shardkit.steps.builder import make_train_step
 from shardkit.steps.state import TrainState
 from shardkit.strategies.data import dp

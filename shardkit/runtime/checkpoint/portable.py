@@ -21,9 +21,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.meshes.layout import by_path, canonical, count_devices, spec_axes, split_dims
-from shardkit.plans.storage import Storage, is_padded, pad_leaves, padding, stored_array, unpadded
+from shardkit.plans.storage import (
+    Storage,
+    is_key,
+    is_padded,
+    pad_leaves,
+    padding,
+    stored_array,
+    to_storable,
+    unpadded,
+)
 from shardkit.runtime.checkpoint.record import Records, is_residual
-from shardkit.runtime.data.reading import is_key, to_storable
 
 Leaves = dict[str, Any]
 # XLA fails or aborts with the first two, and the files of orbax have none of the others.

@@ -24,8 +24,9 @@ from shardkit.meshes.layout import (
     path_name,
     split_dims,
 )
+from shardkit.plans.storage import is_key, to_storable
 from shardkit.runtime.channel.place import name_processes
-from shardkit.runtime.data.reading import is_key, processes_of, to_storable
+from shardkit.runtime.data.reading import processes_of
 
 
 @typed

@@ -17,7 +17,7 @@ from shardkit._arguments.checks import at_least_zero, mesh_in_context
 from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import all_gather, vary
 from shardkit.meshes.layout import path_name
-from shardkit.plans.storage import is_padded, stored_array
+from shardkit.plans.storage import is_padded, stored_array, to_storable
 from shardkit.runtime.channel.place import name_processes
 from shardkit.runtime.cluster.barrier import find_absent
 
@@ -122,18 +122,6 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
     arrays = fetch(tree)
     if jax.process_index() == 0:
         print(arrays, flush=True)  # noqa: T201
-
-
-def is_key(x: Any) -> bool:
-    """Whether a leaf is an array of typed keys."""
-    return jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
-
-
-def to_storable(x: Any) -> Any:
-    """Typed keys as their integers; other arrays unchanged."""
-    if is_key(x):
-        return jax.random.key_data(x)
-    return x
 
 
 def _is_whole_here(x: Any) -> bool:

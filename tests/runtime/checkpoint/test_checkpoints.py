@@ -27,12 +27,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
+from shardkit.on_device.checksum import checksum
 from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import flatten_state, to_portable
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.checkpoint.record import crc_of
-from shardkit.runtime.data.checksums import checksum
 from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
 from support.checkpoint_runs import restored, save, start, wait_until

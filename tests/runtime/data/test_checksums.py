@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
+from shardkit.on_device.checksum import checksum, checksum_of_part
 from shardkit.runtime.checkpoint.record import FORMAT
 from shardkit.runtime.data import checksums as module
-from shardkit.runtime.data.checksums import checksum, checksum_of_part, checksums
+from shardkit.runtime.data.checksums import checksums
 
 
 def by_numpy(x: np.ndarray) -> int:
@@ -73,5 +74,5 @@ def test_parts_on_any_mesh_add_up(monkeypatch):
     specs = {"whole": PartitionSpec(), "rows": PartitionSpec("data"), "both": PartitionSpec("model", "data")}
     mesh = sk.make_mesh(data=2, model=4)
     arrays = {name: jax.device_put(x, NamedSharding(mesh, spec)) for name, spec in specs.items()}
-    monkeypatch.setattr(module, "_PIECE", 6)
+    monkeypatch.setattr(module, "PIECE", 6)
     assert checksums(arrays) == dict.fromkeys(specs, int(checksum(jnp.asarray(x))))
