@@ -38,10 +38,10 @@ def emulate(
 
     jax traces the kernel inside `jax.shard_map` over an abstract mesh, so it sees this mesh, its varying types and its
     differentiation rules; the traced program then runs on one device. You can differentiate it, and get the gradients
-    of the global function; with a ragged_all_to_all or a ragged_dot in it, `jax.jvp` has to be called inside of the
-    kernel. It runs `lax.ragged_all_to_all`, which CPUs do not have. Two things differ from shard_map. out_specs may omit
-    an axis if the result varies over it by type, but has equal values. And a collective that only some devices reach
-    does not deadlock (lint finds it).
+    of the global function; with a ragged_all_to_all or a ragged_dot in it, call `jax.jvp` inside the kernel. It runs
+    `lax.ragged_all_to_all`, which CPUs do not have. Two things differ from shard_map. out_specs may omit an axis if the
+    result varies over it by type, but has equal values. And a collective that only some devices reach does not deadlock
+    (lint finds it).
 
     Args:
         kernel: the function that each device runs, on local arrays; pytrees in and out.

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit.testing.exact import float_inputs
 from shardkit.testing.exact.equality import UnprovableError
 
 relu = jax.nn.relu
@@ -224,13 +225,16 @@ def test_bits_that_are_moved_are_proved():
     assert prove(kernel, lambda x: x[::-1], VALUES)
 
 
-def test_a_certificate_says_if_rare_inputs_were_not_looked_for():
+# Stands for a primitive that jax maps neither together nor in turn: the last one known, ragged_dot, is mapped by now.
+def test_a_certificate_says_if_rare_inputs_were_not_looked_for(monkeypatch):
     def kernel(x):
         sizes = jnp.array([1, 0], jnp.int32)
         return relu(x), lax.ragged_dot(x.reshape(1, 1), jnp.ones((2, 1, 1)), sizes)
 
-    assert "rare inputs were not looked for" in str(prove(kernel, kernel, (1.0,)))
-    assert "rare inputs" not in str(prove(relu, relu, (1.0,)))
+    for program in (kernel, relu):
+        assert "rare inputs" not in str(prove(program, program, (1.0,)))
+    monkeypatch.setattr(float_inputs, "_run_all", lambda *_: None)
+    assert "rare inputs were not looked for" in str(prove(relu, relu, (1.0,)))
 
 
 def test_a_mesh_of_devices_hides_no_rare_input():
