@@ -69,11 +69,11 @@ class Transfers(NamedTuple):
         Returns:
             Arrival: `print` it. It names what is lost by leaf, device and place. Changed bits are missed once in 2^32.
         """
-        own_leaves = jax.tree.leaves(before, is_leaf=is_padded)
-        other_leaves = jax.tree.leaves(after, is_leaf=is_padded)
+        source_leaves = jax.tree.leaves(before, is_leaf=is_padded)
+        target_leaves = jax.tree.leaves(after, is_leaf=is_padded)
         sums_before = []
         sums_after = []
-        for transfer, x, y in zip(self.leaves, own_leaves, other_leaves, strict=True):
+        for transfer, x, y in zip(self.leaves, source_leaves, target_leaves, strict=True):
             sums_before.append(_start_sums(x, transfer, self.mesh, of_target=False))
             sums_after.append(_start_sums(y, transfer, self.to, of_target=True))
         return compare(self.leaves, sums_before, sums_after, self.mesh, self.to)

@@ -109,7 +109,7 @@ def _make_sums(
     mesh: Mesh, spec: PartitionSpec, side: Side, grid: Shape, shape: Shape, result: Any, piece: int | None
 ) -> Any:
     axes = mesh.axis_names
-    own_grid = _divide(grid, side.parts)
+    local_grid = _divide(grid, side.parts)
     block = _divide(shape, grid)
 
     def sum_blocks(x: jax.Array) -> jax.Array:
@@ -120,14 +120,15 @@ def _make_sums(
         first += [0] * (x.ndim - len(first))
 
         def sum_block(number: jax.Array) -> jax.Array:
-            begin = []
-            for index, size in zip(jnp.unravel_index(number, own_grid) if own_grid else (), block, strict=True):
-                begin.append(index * size)
+            begin: list[Any] = []
+            if local_grid:  # of a scalar there is one block, at no index
+                for index, size in zip(jnp.unravel_index(number, local_grid), block, strict=True):
+                    begin.append(index * size)
             start = [offset + index for offset, index in zip(first, begin, strict=True)]
             part = lax.dynamic_slice(x, begin, block).astype(result)
             return vary(checksum_of_part(part, start, shape, piece), axes)
 
-        return vary(lax.map(sum_block, jnp.arange(math.prod(own_grid)))[None], axes)
+        return vary(lax.map(sum_block, jnp.arange(math.prod(local_grid)))[None], axes)
 
     out_specs = PartitionSpec(axes)
     return jax.jit(jax.shard_map(sum_blocks, mesh=mesh, in_specs=spec, out_specs=out_specs))
@@ -151,17 +152,17 @@ def compare(
         lengths_before.append(math.prod(_divide(grid, transfer.source.parts)))
         lengths_after.append(math.prod(_divide(grid, transfer.target.parts)))
     length = max(sum(lengths_before), sum(lengths_after))
-    parts = _make_message(sums_before, mesh, length)
-    others = _make_message(sums_after, to, length)
-    joined = join(parts, others, (length,), jnp.uint32, mesh, to)
+    source_part = _make_message(sums_before, mesh, length)
+    target_part = _make_message(sums_after, to, length)
+    joined = join(source_part, target_part, (length,), jnp.uint32, mesh, to)
     joint = join_meshes(mesh, to)
     with apart(joint):
         gathered = np.asarray(_make_gather(joint)(joined))
     before = _split(gathered[: mesh.size], lengths_before)
     after = _split(gathered[mesh.size :], lengths_after)
     leaves = []
-    for transfer, own_sums, other_sums in zip(transfers, before, after, strict=True):
-        leaves.append(_compare_leaf(transfer, own_sums, other_sums, to))
+    for transfer, leaf_sums, target_sums in zip(transfers, before, after, strict=True):
+        leaves.append(_compare_leaf(transfer, leaf_sums, target_sums, to))
     return Arrival(tuple(leaves))
 
 
@@ -185,7 +186,7 @@ def _make_concatenation(mesh: Mesh, length: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _make_gather(joint: Mesh) -> Any:
-    # Every process must come to the same answer, or some would raise an error and others wait for them in their next
+    # Every process must come to the same answer, or some would raise an error and the rest wait for them in their next
     # collective. So all get all sums, a few bytes for each leaf, and not only those of the other side.
     def gather(sums: jax.Array) -> jax.Array:
         return all_gather(sums, (JOINT,), dim=0, replicated=True)
@@ -214,8 +215,8 @@ def _compare_leaf(transfer: Transfer, sums_before: np.ndarray, sums_after: np.nd
         differs = expected[blocks] != sums.reshape(_divide(grid, transfer.target.parts))
         for index in np.argwhere(differs):
             place = []
-            for offset, own_blocks, size in zip(index.tolist(), blocks, block, strict=True):
-                start = (own_blocks.start + offset) * size
+            for offset, block_range, size in zip(index.tolist(), blocks, block, strict=True):
+                start = (block_range.start + offset) * size
                 place.append(slice(start, start + size))
             lost.append(LostBlock(to.devices.flat[number].id, device, tuple(place)))
     checksum = int(np.sum(expected, dtype=np.uint32))

@@ -121,16 +121,16 @@ def make_global(shape: Shape, sharding: NamedSharding, shards: Sequence[jax.Arra
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards), dtype=dtype)
 
 
-def join(parts: Any, others: Any, shape: Shape, dtype: Any, mesh: Mesh, to: Mesh) -> Any:
+def join(source_part: Any, target_part: Any, shape: Shape, dtype: Any, mesh: Mesh, to: Mesh) -> Any:
     """[devices of mesh, *shape] and [devices of to, *shape] as one array of the joint mesh.
 
     Either is None in a process without a device of its mesh.
     """
-    if isinstance(parts, jax.core.Tracer):
+    if isinstance(source_part, jax.core.Tracer):
         # Only to be read: a census reads the three programs as they run, and this stands for what no program does.
-        return jnp.concatenate([parts, others])
+        return jnp.concatenate([source_part, target_part])
     shards: list[jax.Array] = []
-    for array in (parts, others):
+    for array in (source_part, target_part):
         if array is not None:
             shards += [shard.data for shard in array.addressable_shards]
     count = mesh.size + to.size

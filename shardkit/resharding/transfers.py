@@ -85,10 +85,9 @@ class Transfer(NamedTuple):
     def sent(self) -> int:
         """Bytes that the census counts: what a device sends if it has a part in every step.
 
-        In each round a unit, and if the target has copies, what it sends to the others there.
+        In each round a unit, and then the same to each other copy in the target.
         """
-        others = self.target.copies - 1
-        return len(self.route.rounds) * self._count_bytes(self.route.unit) * (1 + others)
+        return len(self.route.rounds) * self._count_bytes(self.route.unit) * self.target.copies
 
     @property
     def staging(self) -> int:
@@ -96,8 +95,8 @@ class Transfer(NamedTuple):
 
         In the target, if it has copies, also what the others received.
         """
-        held = min(self.slots, len(self.route.rounds))
-        return held * self._count_bytes(self.piece) * count_buffers(self.target)
+        rounds = min(self.slots, len(self.route.rounds))
+        return rounds * self._count_bytes(self.piece) * count_buffers(self.target)
 
     @property
     def words(self) -> str:
@@ -172,20 +171,21 @@ def make_transfer(
             f"{where} must be stored in its original form between two meshes; got one that a plan pads, or stores in "
             "the order of stages. Pass unpadded(...) of it, and layouts that divide it."
         )
-    for leaf, own_mesh in ((before, mesh), (after, to)):
-        local_shape_of(where, tuple(x.shape), leaf.storage.spec, own_mesh)
+    for leaf, mesh_of_leaf in ((before, mesh), (after, to)):
+        local_shape_of(where, tuple(x.shape), leaf.storage.spec, mesh_of_leaf)
     source_spec = canonical(before.storage.spec)
     target_spec = canonical(after.storage.spec)
     data = x
     if is_key(x):
         data = jax.eval_shape(jax.random.key_data, x)
     shape = tuple(data.shape)
-    own_dtype = jnp.dtype(data.dtype)
-    result = own_dtype
-    if dtype is not None and jnp.issubdtype(own_dtype, jnp.floating):
+    dtype_before = jnp.dtype(data.dtype)
+    result = dtype_before
+    if dtype is not None and jnp.issubdtype(dtype_before, jnp.floating):
         result = jnp.dtype(dtype)
-    wire = min(own_dtype, result, key=lambda choice: choice.itemsize)
-    if own_dtype.itemsize == result.itemsize:
+    # Cast before the wire if that makes it narrower, else after it.
+    wire = dtype_before
+    if result.itemsize < dtype_before.itemsize:
         wire = result
     source = make_side(source_spec, mesh, len(shape))
     target = make_side(target_spec, to, len(shape))
@@ -198,7 +198,7 @@ def make_transfer(
     return Transfer(
         path=path,
         shape=shape,
-        dtype=own_dtype,
+        dtype=dtype_before,
         wire=wire,
         result=result,
         source_spec=source_spec,

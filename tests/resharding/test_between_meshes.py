@@ -246,7 +246,8 @@ def test_programs_hold_the_pieces_and_no_more(monkeypatch, own_programs, dtype, 
 
     def measure(program, operands):
         memory = program.lower(*operands).compile().memory_analysis()
-        held.append(memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes)
+        size = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+        held.append(size - memory.alias_size_in_bytes)
 
     def watch(name, shards):
         make = getattr(between_meshes, name)
@@ -266,7 +267,7 @@ def test_programs_hold_the_pieces_and_no_more(monkeypatch, own_programs, dtype, 
     target_shard = 256 * 256 // sizes["tp"] * jnp.dtype(dtype).itemsize
     watch("_make_pack", 4 * 256 * 256 // 4)
     watch("_make_send", 0)
-    watch("_make_unpack", 2 * target_shard)  # an argument that is overwritten, and the result in its place
+    watch("_make_unpack", target_shard)  # which is overwritten where it is
     x = sk.shard(np.ones((256, 256), np.float32), mesh, P("fsdp", "tp"))
     options = {"mesh": mesh, "to": to, "dtype": dtype, "piece_bytes": 2**14}
     sk.reshard(x, P("fsdp", "tp"), P(None, "tp"), **options)
@@ -301,6 +302,17 @@ def test_checksums_say_arrived_and_are_those_of_any_mesh():
         ["leaf", "checksum"],
         *[[leaf.path, f"{leaf.checksum:08x}", "arrived"] for leaf in arrival.leaves],
     ]
+
+
+# Alone in finding: a source whose copies are not the same, of which each sent a part.
+def test_copies_that_differ_are_found():
+    mesh, to = trainer_and_rollout()
+    copies = [jax.device_put(np.arange(4) + 10 * (n == 0), device) for n, device in enumerate(mesh.devices.flat)]
+    x = jax.make_array_from_single_device_arrays((4,), NamedSharding(mesh, P()), copies)
+    plan = sk.reshard_steps(x, P(), P("tp"), mesh=mesh, to=to)
+    (leaf,) = plan.arrived(x, sk.reshard(x, P(), P("tp"), mesh=mesh, to=to)).lost
+    # By the first copy, which is alone in differing: what it sent itself has arrived.
+    assert [(block.device, block.block) for block in leaf.lost] == [(n, (slice(n - 4, n - 3),)) for n in (5, 6, 7)]
 
 
 def drop(keep):
@@ -541,6 +553,12 @@ def traced(mesh, to):
     return move(w_on(mesh))
 
 
+def traced_in_a_context(mesh, to):
+    explicit = Mesh(to.devices, to.axis_names, axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        return sk.census(lambda x: sk.reshard(x, P("fsdp"), P(), to=explicit), w_on(mesh))
+
+
 ERRORS = refusals(
     {
         "reshard: dtype is for a move to another mesh; got dtype=<class 'jax.numpy.float16'>, and to is none. Pass "
@@ -566,6 +584,9 @@ ERRORS = refusals(
         "pads, or stores in the order of stages. Pass unpadded(...) of it, and layouts that divide it.": padded,
         "reshard: a move to another mesh is several programs, which jax traces for a census alone, over Auto axes, "
         "without jax.set_mesh and check; got check=True. Call it outside of jit.": traced,
+        "reshard: a move to another mesh is several programs, which jax traces for a census alone, over Auto axes, "
+        "without jax.set_mesh and check; got a mesh of jax.set_mesh and axes that are not Auto. Call it outside of "
+        "jit.": traced_in_a_context,
         "reshard_steps: piece_bytes must be at least 1; got 0. Pass piece_bytes=1 or more.": no_staging,
     },
     {
