@@ -9,7 +9,7 @@ from shardkit.analysis.hlo.report import Report, format_bytes
 from shardkit.analysis.hlo.tuning import CompilerOptions, Trial, rank_trial
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
-from shardkit.planner.changes import Change
+from shardkit.planner.changes import StepChange
 
 # Compiles a candidate with options; raises a RuntimeError where the compiler refuses them.
 Compile = Callable[[Candidate, CompilerOptions, str], Report]
@@ -29,7 +29,7 @@ class Attempt(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-def tune(candidate: Candidate, first: Trial, changes: Sequence[Change], compile_step: Compile) -> list[Attempt]:
+def tune(candidate: Candidate, first: Trial, changes: Sequence[StepChange], compile_step: Compile) -> list[Attempt]:
     """Compiles a layout with each change added to those that were kept; all attempts, the first one included.
 
     Worked example, of the changes SparseCore, ring and prefetch:

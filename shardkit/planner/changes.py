@@ -16,7 +16,7 @@ from shardkit.planner.layout import Layout
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Change(NamedTuple):
+class StepChange(NamedTuple):
     """A change of a step that computes the same numbers.
 
     Attributes:
@@ -38,11 +38,11 @@ _OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce", "2d_all_gather", "3d
 _SPARSE_CORE = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED}
 _MINOR_SHARDING = {"xla_tpu_use_minor_sharding_for_major_trivial_input": True}
 _OVERLAP = {"xla_enable_async_all_gather": True, "xla_tpu_overlap_compute_collective_tc": True}
-_TPU = (Change("overlap on the TensorCore", _OVERLAP), Change("minor sharding", _MINOR_SHARDING))
+_TPU = (StepChange("overlap on the TensorCore", _OVERLAP), StepChange("minor sharding", _MINOR_SHARDING))
 # In the order in which they are tried: those first that change most.
 _OPTIONS = {
     # Its compiler runs every collective alone unless it is told to use the SparseCores.
-    "v5p": (Change("SparseCore", _SPARSE_CORE), Change("minor sharding", _MINOR_SHARDING)),
+    "v5p": (StepChange("SparseCore", _SPARSE_CORE), StepChange("minor sharding", _MINOR_SHARDING)),
     "v4": _TPU,
     "v5e": _TPU,
     "v6e": _TPU,
@@ -50,12 +50,12 @@ _OPTIONS = {
 }
 
 
-def list_changes(layout: Layout, chip: cost.Chip) -> list[Change]:
+def list_changes(layout: Layout, chip: cost.Chip) -> list[StepChange]:
     """The changes that a layout has a use for: first options of the compiler, with which a form may help or not."""
     changes = list(_OPTIONS.get(chip.name, ()))
     if layout.tensor > 1:
-        changes.append(Change("ring", fields={"impl": "ring"}))
-        changes.append(Change("gather", fields={"impl": "gather"}))
+        changes.append(StepChange("ring", fields={"impl": "ring"}))
+        changes.append(StepChange("gather", fields={"impl": "gather"}))
     if layout.fsdp > 1 and layout.stage == 1:
-        changes.append(Change("prefetch", fields={"prefetch": True}))
+        changes.append(StepChange("prefetch", fields={"prefetch": True}))
     return changes
