@@ -22,6 +22,7 @@ parser.add_argument("--save-every", type=int, default=5)
 parser.add_argument("--deadline", type=float, default=10, help="seconds for a step, a batch or a save")
 options = parser.parse_args()
 
+options.folder.mkdir(parents=True, exist_ok=True)
 runtime.initialize()
 runtime.watch_preemption()  # for a job of one process
 jax.config.update("jax_compilation_cache_dir", str(options.folder / "programs"))  # a restart compiles nothing
