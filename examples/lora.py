@@ -2,7 +2,7 @@
 
 One tree of labels says everything. Frozen leaves have no gradient and no optimizer state; fsdp splits them too, so that
 they cost 1/n of their bytes, and their gathers. The average is carried state: it is split as the parameters whose names
-it has. Clip gradients inside the optimizer of one label: their norm is theirs alone. Source: arXiv:2106.09685 (LoRA)."""
+it has. Clip inside the optimizer of a label: its norm is of that label. Source: Hu et al. (2021, arXiv:2106.09685)."""
 
 import jax
 import jax.numpy as jnp
