@@ -54,12 +54,20 @@ def critic_loss(params, batch, keys):
     penalty = gradient_penalty(critic, batch["real"], fake, keys)
     real_score = sk.Mean.of(score(critic, batch["real"]), batch["weight"])
     fake_score = sk.Mean.of(score(critic, fake))
-    return fake_score - real_score + 10 * penalty, {"real": real_score, "fake": fake_score, "penalty": penalty}
+    # The three means have different weights: the real examples may be padded, the others are not.
+    loss = fake_score - real_score + 10 * penalty
+    return loss, {"real": real_score, "fake": fake_score, "penalty": penalty}
 
 
 def generator_loss(params, batch, keys):
     fake = generate(params["generator"], keys)
     return sk.Mean.of(-score(params["critic"], fake))
+
+
+def set_network(state, name, other_state):
+    """The state with one of its two networks as another state has it."""
+    network = other_state.params[name]
+    return state._replace(params=state.params | {name: network})
 
 
 def make_network_step(name, loss_fn, mesh, plan, steps=None):
@@ -77,9 +85,10 @@ def make(mesh, plan):
 
     def step(critic, generator, batches):
         """The states after one step of the generator, and one of the critic for each batch before it."""
-        critic = critic._replace(params=critic.params | {"generator": generator.params["generator"]})
+        critic = set_network(critic, "generator", generator)
         critic, metrics = critic_step(critic, batches)
-        generator = generator._replace(params=generator.params | {"critic": critic.params["critic"]})
+        generator = set_network(generator, "critic", critic)
+        # The batch says how many examples to generate; the generator does not see the real ones.
         generator, _ = generator_step(generator, {"real": batches["real"][0]})
         return critic, generator, metrics
 
@@ -94,5 +103,7 @@ if __name__ == "__main__":
     center = jnp.array([1, -1])  # of the real examples
     for key in jax.random.split(jax.random.key(1), 150):
         real = jax.random.normal(key, (5, 64, 2)) / 2 + center
-        critic, generator, metrics = step(critic, generator, {"real": real, "weight": jnp.ones((5, 64))})
-    assert jnp.allclose(generator.params["generator"]["b"], center, atol=0.3), generator.params["generator"]
+        batches = {"real": real, "weight": jnp.ones((5, 64))}
+        critic, generator, metrics = step(critic, generator, batches)
+    network = generator.params["generator"]
+    assert jnp.allclose(network["b"], center, atol=0.3), network
