@@ -32,9 +32,9 @@ def make(mesh, plan):
 
     def loss_fn(params, batch, keys, stats):
         logits, stats = eqx.combine(params, static)(batch["x"], stats)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return sk.Mean.of(each), {"stats": sk.Mean(stats, jnp.float32(1))}
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return sk.Mean.of(losses), {"stats": sk.Mean(stats, jnp.float32(1))}
 
-    carry = lambda old, metrics, params: jax.tree.map(lambda x, new: new.astype(x.dtype), old, metrics["stats"])
+    carry = lambda stats, metrics, params: jax.tree.map(lambda x, y: y.astype(x.dtype), stats, metrics["stats"])
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(1e-2), mesh=mesh, plan=plan, carry=carry)
     return step, init(params, jax.random.key(0), carried=stats)

@@ -23,23 +23,31 @@ def init(key):
 
     experts = {"into": draw(EXPERTS, WIDTH, HIDDEN), "out": draw(EXPERTS, HIDDEN, WIDTH)}
     shared = {"into": draw(WIDTH, HIDDEN), "out": draw(HIDDEN, WIDTH)}
-    return {"layers": {"experts": experts, "shared": shared, "router": 3 * draw(WIDTH, EXPERTS)}}
+    router = 3 * draw(WIDTH, EXPERTS)  # large, so that the choices are uneven at first
+    return {"layers": {"experts": experts, "shared": shared, "router": router}}
 
 
 def mlp(w, x, dot=jnp.dot):
+    """One expert, or with the `dot` of `moe`, which multiplies each token by its expert's matrix, all of a device."""
     return dot(jnp.tanh(dot(x, w["into"])), w["out"])
 
 
+def take_layer(layers, number):
+    return jax.tree.map(lambda leaf: leaf[number], layers)
+
+
 def loss_fn(params, batch, keys, bias, *, axis):
-    x, chosen = batch["x"], []
+    x = batch["x"]
+    choices = []
     for number in range(LAYERS):
-        own = jax.tree.map(lambda x, i=number: x[i], params["layers"])
-        router, experts = own["router"], own["experts"]
-        y, stats = sk.layers.moe(x, router, experts, mlp, axis, routing=sk.layers.Dropless(), bias_E=bias[number])
-        x = x + y + mlp(own["shared"], x)
-        chosen.append(stats.choices)
-    choices = sk.Mean(jnp.stack([each.total for each in chosen]), chosen[0].weight)
-    return sk.Mean.of(jnp.sum((x - batch["y"]) ** 2, 1)), {"choices": choices}
+        layer = take_layer(params["layers"], number)
+        routing = sk.layers.Dropless()
+        y, stats = sk.layers.moe(x, layer["router"], layer["experts"], mlp, axis, routing=routing, bias_E=bias[number])
+        x = x + y + mlp(layer["shared"], x)
+        choices.append(stats.choices.total)
+        count = stats.choices.weight  # of all choices: the same in every layer
+    losses = jnp.sum((x - batch["y"]) ** 2, axis=1)
+    return sk.Mean.of(losses), {"choices": sk.Mean(jnp.stack(choices), count)}
 
 
 def carry(bias, metrics, params):
@@ -48,16 +56,21 @@ def carry(bias, metrics, params):
 
 def make(mesh, plan, axis):
     grad_fn = sk.value_and_grad(partial(loss_fn, axis=axis))
-    made = sk.make_train_step(grad_fn, optax.adam(0.01), mesh=mesh, plan=plan, carry=carry)
-    return made.step, made.init(init, jax.random.key(0), carried=jnp.zeros((LAYERS, EXPERTS)))
+    train = sk.make_train_step(grad_fn, optax.adam(0.01), mesh=mesh, plan=plan, carry=carry)
+    bias = jnp.zeros((LAYERS, EXPERTS))
+    return train.step, train.init(init, jax.random.key(0), carried=bias)
 
 
 if __name__ == "__main__":
     sk.simulate_devices(8)
-    step, state = make(sk.make_mesh(data=2, expert=4), sk.chain(sk.dp("data"), sk.ep("expert")), "expert")
-    most = []  # the share of the most chosen expert of each layer; an eighth is even
+    mesh = sk.make_mesh(data=2, expert=4)
+    step, state = make(mesh, sk.chain(sk.dp("data"), sk.ep("expert")), "expert")
+    largest_shares = []  # in each layer the share of the most chosen expert; an eighth is even
     for key in jax.random.split(jax.random.key(1), 200):
         x = jax.random.normal(key, (64, WIDTH)) + 1
-        state, metrics = step(state, {"x": x, "y": jnp.roll(x, 1, 1) ** 2})
-        most.append(metrics["choices"].max(1))
-    assert jnp.max(jnp.mean(jnp.stack(most[-20:]), 0)) < 0.25 < most[0].min(), (most[0], most[-1])
+        y = jnp.roll(x, 1, axis=1) ** 2
+        state, metrics = step(state, {"x": x, "y": y})
+        largest_shares.append(metrics["choices"].max(1))
+    begin = largest_shares[0]
+    end = jnp.mean(jnp.stack(largest_shares[-20:]), axis=0)
+    assert end.max() < 0.25 < begin.min(), (begin, end)

@@ -12,49 +12,98 @@ import optax
 import shardkit as sk
 
 OPTIMIZERS = {"critic": optax.adam(0.01, b1=0.5), "generator": optax.adam(0.01, b1=0.5)}
-layer = lambda p, x: x + jax.nn.gelu(x @ p["w"] + p["b"][None])
-score = lambda critic, x: (sk.scan_layers(layer, critic["layers"], x @ critic["in"]) @ critic["out"])[:, 0]
-noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))  # one key for each example: the same on every mesh
-generated = lambda params, keys: noise(keys) @ params["generator"]["w"] + params["generator"]["b"][None]
-generator_loss = lambda params, batch, keys: sk.Mean.of(-score(params["critic"], generated(params, keys)))
 
 
 def init(key):
-    draw = lambda *shape: jax.random.normal(jax.random.fold_in(key, len(shape)), shape) / 4
-    critic = {"in": draw(2, 16), "layers": {"w": draw(2, 16, 16), "b": jnp.zeros((2, 16))}, "out": draw(16, 1)}
-    return {"critic": critic, "generator": {"w": draw(2, 2), "b": jnp.zeros(2)}}
+    def draw(*shape):
+        return jax.random.normal(jax.random.fold_in(key, len(shape)), shape) / 4
+
+    layers = {"w": draw(2, 16, 16), "b": jnp.zeros((2, 16))}
+    critic = {"in": draw(2, 16), "layers": layers, "out": draw(16, 1)}
+    generator = {"w": draw(2, 2), "b": jnp.zeros(2)}
+    return {"critic": critic, "generator": generator}
+
+
+def apply_layer(layer, x):
+    return x + jax.nn.gelu(x @ layer["w"] + layer["b"][None])
+
+
+def score(critic, x):
+    hidden = sk.scan_layers(apply_layer, critic["layers"], x @ critic["in"])
+    return (hidden @ critic["out"])[:, 0]
+
+
+def generate(generator, keys):
+    # A key for each example, so that the noise is the same on every mesh.
+    noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
+    return noise @ generator["w"] + generator["b"][None]
+
+
+def gradient_penalty(critic, real, fake, keys):
+    """How far the slope of the critic is from 1, at a point between each real example and a fake one."""
+    fraction = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (1,)))(keys)
+    between = fraction * real + (1 - fraction) * fake
+    slope = jax.grad(lambda x: jnp.sum(score(critic, x)))(between)
+    length = jnp.sqrt(jnp.sum(slope**2, -1) + 1e-12)  # the root of 0 has no derivative
+    return sk.Mean.of((length - 1) ** 2)
 
 
 def critic_loss(params, batch, keys):
-    real, made = batch["real"], generated(params, keys)
-    at = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), (1,)))(keys)
-    slope = jax.grad(lambda x: jnp.sum(score(params["critic"], x)))(at * real + (1 - at) * made)
-    penalty = sk.Mean.of((jnp.sqrt(jnp.sum(slope**2, -1) + 1e-12) - 1) ** 2)
-    high, low = sk.Mean.of(score(params["critic"], real), batch["weight"]), sk.Mean.of(score(params["critic"], made))
-    return low + -1 * high + 10 * penalty, {"real": high, "made": low, "penalty": penalty}
+    critic = params["critic"]
+    fake = generate(params["generator"], keys)
+    penalty = gradient_penalty(critic, batch["real"], fake, keys)
+    real_score = sk.Mean.of(score(critic, batch["real"]), batch["weight"])
+    fake_score = sk.Mean.of(score(critic, fake))
+    # The three means have different weights: the real examples may be padded, the others are not.
+    loss = fake_score - real_score + 10 * penalty
+    return loss, {"real": real_score, "fake": fake_score, "penalty": penalty}
+
+
+def generator_loss(params, batch, keys):
+    fake = generate(params["generator"], keys)
+    return sk.Mean.of(-score(params["critic"], fake))
+
+
+def set_network(state, name, other_state):
+    """The state with one of its two networks as another state has it."""
+    network = other_state.params[name]
+    return state._replace(params=state.params | {name: network})
+
+
+def make_network_step(name, loss_fn, mesh, plan, steps=None):
+    """A step that trains one of the two networks, and its first state."""
+    trained = {"critic": name == "critic", "generator": name == "generator"}
+    grad_fn = sk.value_and_grad(loss_fn, trained=trained)
+    optimizer = optax.masked(OPTIMIZERS[name], trained)
+    train = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, donate=False, steps=steps)
+    return train.step, train.init(init, jax.random.key(0))
 
 
 def make(mesh, plan):
-    def of(name, loss_fn, steps=None):
-        only = {other: other == name for other in OPTIMIZERS}
-        grad_fn, optimizer = sk.value_and_grad(loss_fn, trained=only), optax.masked(OPTIMIZERS[name], only)
-        made = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, donate=False, steps=steps)
-        return made.step, made.init(init, jax.random.key(0))
+    critic_step, critic = make_network_step("critic", critic_loss, mesh, plan, steps=5)
+    generator_step, generator = make_network_step("generator", generator_loss, mesh, plan)
 
-    def step(c, g, batches):  # the states of critic and generator; a batch for each step of the critic
-        c, metrics = critic(c._replace(params=c.params | {"generator": g.params["generator"]}), batches)
-        g, _ = generator(g._replace(params=g.params | {"critic": c.params["critic"]}), {"real": batches["real"][0]})
-        return c, g, metrics
+    def step(critic, generator, batches):
+        """The states after one step of the generator, and one of the critic for each batch before it."""
+        critic = set_network(critic, "generator", generator)
+        critic, metrics = critic_step(critic, batches)
+        generator = set_network(generator, "critic", critic)
+        # The batch says how many examples to generate; the generator does not see the real ones.
+        generator, _ = generator_step(generator, {"real": batches["real"][0]})
+        return critic, generator, metrics
 
-    (critic, c), (generator, g) = of("critic", critic_loss, steps=5), of("generator", generator_loss)
-    return step, c, g
+    return step, critic, generator
 
 
 if __name__ == "__main__":
     sk.simulate_devices(8)
+    mesh = sk.make_mesh(data=2, fsdp=4)
     plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", layerwise=("critic.layers",), min_size=1))
-    step, c, g = make(sk.make_mesh(data=2, fsdp=4), plan)
+    step, critic, generator = make(mesh, plan)
+    center = jnp.array([1, -1])  # of the real examples
     for key in jax.random.split(jax.random.key(1), 150):
-        real = jax.random.normal(key, (5, 64, 2)) / 2 + jnp.array([1, -1])
-        c, g, metrics = step(c, g, {"real": real, "weight": jnp.ones((5, 64))})
-    assert jnp.allclose(g.params["generator"]["b"], jnp.array([1, -1]), atol=0.3), g.params["generator"]
+        real = jax.random.normal(key, (5, 64, 2)) / 2 + center
+        batches = {"real": real, "weight": jnp.ones((5, 64))}
+        critic, generator, metrics = step(critic, generator, batches)
+    network = generator.params["generator"]
+    assert jnp.allclose(network["b"], center, atol=0.3), network

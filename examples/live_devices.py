@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 
-BATCH, EVERY, STEPS = 12, 4, 16
+BATCH = 12
+EVERY = 4  # steps between two copies of the state on the host
+STEPS = 16
 X = np.random.default_rng(0).normal(size=(STEPS, BATCH, 3)).astype(np.float32)
 
 
@@ -24,42 +26,47 @@ def loss_fn(params, batch, keys):
     return sk.Mean.of((batch @ params["w"] - batch.sum(-1)) ** 2)
 
 
-def on(devices):
-    """The mesh, and init and step on it."""
+def train(devices, first, saved, count):
+    """The state after `count` steps on these devices, copied to the host, and the losses of the steps."""
     mesh = sk.make_mesh(devices, data=len(devices))
-    return mesh, sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
-
-
-def train(devices, begin, saved, count):
-    """The state after some steps on these devices, on the host, and their losses."""
-    mesh, (init, step) = on(devices)
-    state = (
-        init({"w": np.zeros(3, np.float32)}, jax.random.key(0)) if saved is None else sk.runtime.from_full(saved, mesh)
-    )
-    rows, losses = sk.runtime.local_rows(BATCH, mesh, P("data")), []
-    for x in X[begin : begin + count]:
-        state, metrics = step(state, sk.runtime.from_process_local(x[rows], mesh, P("data"), batch=BATCH))
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    if saved is None:
+        state = init({"w": np.zeros(3, np.float32)}, jax.random.key(0))
+    else:
+        state = sk.runtime.from_full(saved, mesh)
+    # The rows of a batch that this process feeds; there are more of them once a process has ended.
+    rows = sk.runtime.local_rows(BATCH, mesh, P("data"))
+    losses = []
+    for x in X[first : first + count]:
+        batch = sk.runtime.from_process_local(x[rows], mesh, P("data"), batch=BATCH)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
+    # The arrays on the devices of a process that ends are lost; a copy on the host is not.
     return sk.runtime.fetch(state), losses
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_recoverability", True)
-    size, rank = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
-    jax.distributed.initialize(None, size, rank, heartbeat_timeout_seconds=4)
+    processes = int(os.environ["JAX_NUM_PROCESSES"])
+    process = int(os.environ["JAX_PROCESS_ID"])
+    jax.distributed.initialize(None, processes, process, heartbeat_timeout_seconds=4)
     saved = None
     losses: list[float] = []
     while len(losses) < STEPS:
-        if rank == size - 1 and len(losses) == 8:
-            os._exit(1)
+        step = len(losses)
+        if process == processes - 1 and step == 8:
+            os._exit(1)  # what a real job does not plan
         try:
-            with live_devices(jax.devices()) as devices:  # the same ones on all of their processes
-                after, more = train(devices, len(losses), saved, EVERY)
-        except Exception as error:  # a process ended: its steps are taken again without it
-            sk.runtime.log(f"again from step {len(losses)}: {type(error).__name__}")
+            # All processes that are left get the same devices here, and fail together if one ends inside.
+            with live_devices(jax.devices()) as devices:
+                state, new_losses = train(devices, step, saved, EVERY)
+        except Exception as error:
+            # A process ended during these steps: they are taken again without it, from the copy before them.
+            sk.runtime.log(f"again from step {step}: {type(error).__name__}")
             continue
-        saved, losses = after, losses + more
+        saved = state
+        losses += new_losses
         sk.runtime.log(f"step {len(losses)} on {len(devices)} devices: loss {losses[-1]:.4f}")
-    if rank > 0:
+    if process > 0:
         os._exit(0)
     time.sleep(1)  # process 0 ends last, and with it jax's coordination service, whose end aborts the others

@@ -14,12 +14,15 @@ import shardkit as sk
 
 class ConvNet(nnx.Module):
     def __init__(self, rngs, axes=None):
-        self.conv, self.head = nnx.Conv(3, 8, (3, 3), use_bias=False, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
-        self.norm, self.drop = nnx.BatchNorm(8, axis_name=axes, rngs=rngs), nnx.Dropout(0.25)
+        self.conv = nnx.Conv(3, 8, (3, 3), use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, axis_name=axes, rngs=rngs)
+        self.drop = nnx.Dropout(0.25)
 
     def __call__(self, x, keys):
         x = nnx.relu(self.norm(self.conv(x))).mean((1, 2))
-        return self.head(jax.vmap(lambda x, key: self.drop(x, rngs=nnx.Rngs(dropout=key)))(x, keys))
+        x = jax.vmap(lambda x, key: self.drop(x, rngs=nnx.Rngs(dropout=key)))(x, keys)
+        return self.head(x)
 
 
 def make(mesh, plan):
@@ -27,9 +30,11 @@ def make(mesh, plan):
 
     def loss_fn(params, batch, keys, stats):
         model = nnx.merge(graph, params, stats)
-        each = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"], keys), batch["y"])
-        return sk.Mean.of(each), {"stats": sk.Mean(nnx.state(model, nnx.BatchStat), jnp.float32(1))}
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"], keys), batch["y"])
+        return sk.Mean.of(losses), {"stats": sk.Mean(nnx.state(model, nnx.BatchStat), jnp.float32(1))}
 
-    carry = lambda old, metrics, params: metrics["stats"]
+    def carry(stats, metrics, params):
+        return metrics["stats"]
+
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(1e-2), mesh=mesh, plan=plan, carry=carry)
     return step, init(params, jax.random.key(0), carried=stats)

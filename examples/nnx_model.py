@@ -8,15 +8,15 @@ import shardkit as sk
 
 sk.simulate_devices(8)
 nnx.use_eager_sharding(False)  # the plan places the parameters
-split, init, zeros = nnx.with_partitioning, nnx.initializers.lecun_normal(), nnx.initializers.zeros
+split, normal = nnx.with_partitioning, nnx.initializers.lecun_normal()
 
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        kernel, bias = split(init, (None, "model")), split(zeros, ("model",))
+        bias = split(nnx.initializers.zeros, ("model",))
         self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.up = nnx.Linear(8, 32, kernel_init=kernel, bias_init=bias, rngs=rngs)
-        self.down = nnx.Linear(32, 8, use_bias=False, kernel_init=split(init, ("model", None)), rngs=rngs)
+        self.up = nnx.Linear(8, 32, kernel_init=split(normal, (None, "model")), bias_init=bias, rngs=rngs)
+        self.down = nnx.Linear(32, 8, use_bias=False, kernel_init=split(normal, ("model", None)), rngs=rngs)
 
     def __call__(self, x, axis=None):  # row_linear is self.down, summed over the axis
         return x + sk.layers.row_linear(nnx.gelu(self.up(self.norm(x))), self.down.kernel[...], axis)
@@ -24,17 +24,17 @@ class Block(nnx.Module):
 
 layers = nnx.vmap(Block, transform_metadata={nnx.PARTITION_NAME: None})(nnx.Rngs(0).split(4))
 model = {"layers": layers, "head": nnx.Linear(8, 1, rngs=nnx.Rngs(1))}  # modules are pytrees
-embed = lambda model, batch, keys: batch
 stage = lambda layers, x, keys: sk.scan_layers(lambda layer, x: layer(x, "model"), layers, x)
 head = lambda model, x, batch: sk.Mean.of((model["head"](x)[:, 0] - batch.sum(1)) ** 2)
-own = sk.value_and_grad(lambda p, batch, keys: head(p, stage(p["layers"], embed(p, batch, keys), keys), batch))
-pipe, tp = sk.pipeline(sk.schedules.lockstep(2, 4), "stage"), sk.tp("model", nnx.get_partition_spec(model))
-ways = {"fsdp": (own, sk.fsdp("fsdp", min_size=1)), "stage": (pipe.value_and_grad(embed, stage, head), pipe.plan)}
+loss_fn = lambda model, batch, keys: head(model, stage(model["layers"], batch, keys), batch)
+pipe = sk.pipeline(sk.schedules.lockstep(2, 4), "stage")
+grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(lambda model, x, keys: x, stage, head)}
 runs = {}
-for axis, (grad_fn, plan) in ways.items():
-    mesh, plan = sk.make_mesh(**{"data": 2, axis: 2, "model": 2}), sk.chain(sk.dp("data"), plan, tp)
-    train = sk.make_train_step(grad_fn, optax.adam(1e-2), mesh=mesh, plan=plan)
+for axis, plan in {"fsdp": sk.fsdp("fsdp", min_size=1), "stage": pipe.plan}.items():
+    mesh = sk.make_mesh(**{"data": 2, axis: 2, "model": 2})
+    plan = sk.chain(sk.dp("data"), plan, sk.tp("model", nnx.get_partition_spec(model)))
+    train = sk.make_train_step(grad_fns[axis], optax.adam(1e-2), mesh=mesh, plan=plan)
     state = train.init(model, jax.random.key(0))
     for batch in jax.random.normal(jax.random.key(1), (3, 16, 8)):
         state, metrics = train.step(state, batch)
-    runs[axis] = metrics["loss"], state.params
+    runs[axis] = (metrics["loss"], state.params)

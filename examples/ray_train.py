@@ -26,41 +26,56 @@ def loss_fn(params, batch, keys):
     return sk.Mean.of((batch @ params["w"] - 1) ** 2)
 
 
-def train(given):
-    """What each worker runs. Losses go to a file, as a run that starts again has those before."""
+def make_batch(number, rows, mesh, spec):
+    """The batch of a step, of which this process makes its rows: a function of the step's number alone."""
+    examples = np.random.default_rng(number).normal(size=(8, 4)).astype(np.float32)
+    return runtime.from_process_local(examples[rows], mesh, spec, batch=8)
+
+
+def log_loss(folder, first, number, loss):
+    """Adds a line to a file: a run that starts again has the losses of the run before too."""
+    row = {"from": first, "step": number, "loss": round(float(loss), 5)}
+    with open(folder / "losses.jsonl", "a") as losses:
+        losses.write(json.dumps(row) + "\n")
+
+
+def train(config):
+    """What each worker runs."""
     runtime.initialize()  # jax has joined the workers already: only their monitors meet
-    folder = Path(given["folder"])
+    folder = Path(config["folder"])
+    lost = folder / "lost"
     try:
-        mesh, plan = sk.make_mesh(data=-1), sk.fsdp("data")
+        mesh = sk.make_mesh(data=-1)
+        plan = sk.fsdp("data")
+        spec = plan.batch_spec(mesh)
+        rows = runtime.local_rows(8, mesh, spec)
+        params = {"w": jnp.ones(4)}
         init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(0.1), mesh=mesh, plan=plan)
-        params, mine = {"w": jnp.ones(4)}, runtime.local_rows(8, mesh, plan.batch_spec(mesh))
         guard = runtime.guard(mesh=mesh, deadlines=runtime.Deadlines(step=60))
         step = guard.watch(step)
         with runtime.Checkpoints(folder / "saved") as checkpoints:
-            state, first = init(params, jax.random.key(0)), 0
-            if checkpoints.latest_step() is not None:
+            if checkpoints.latest_step() is None:
+                state = init(params, jax.random.key(0))
+                first = 0
+            else:
                 state, saved = checkpoints.restore(init.abstract(params))
                 first = saved.position
-            for index in range(first, STEPS):
-                if index == given["lose"] and jax.process_index() == 1 and not (folder / "lost").exists():
-                    (folder / "lost").touch()
+            for number in range(first, STEPS):
+                if number == config["lose"] and jax.process_index() == 1 and not lost.exists():
+                    lost.touch()  # once, and not after the restart
                     os.kill(os.getpid(), signal.SIGKILL)
-                rows = np.random.default_rng(index).normal(size=(8, 4)).astype(np.float32)
-                batch = runtime.from_process_local(rows[mine], mesh, plan.batch_spec(mesh), batch=8)
-                state, metrics = step(state, batch)
+                state, metrics = step(state, make_batch(number, rows, mesh, spec))
                 if runtime.is_main():
-                    row = {"from": first, "step": index, "loss": round(float(metrics["loss"]), 5)}
-                    with open(folder / "losses.jsonl", "a") as losses:
-                        losses.write(json.dumps(row) + "\n")
-                if index % 2:
+                    log_loss(folder, first, number, metrics["loss"])
+                if number % 2 == 1:
                     with guard.phase("save"):
-                        checkpoints.save(state, position=index + 1)
+                        checkpoints.save(state, position=number + 1)
                         checkpoints.wait()
     finally:
         runtime.leave()  # Ray ends the worker later
 
 
-def on_ray(given, workers):
+def train_on_ray(config, workers):
     """Runs `train` in that many workers of a Ray that is started here."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -73,10 +88,10 @@ def on_ray(given, workers):
     ray.init(num_cpus=workers + 1, include_dashboard=False, runtime_env={"env_vars": variables})
     trainer = JaxTrainer(
         train,
-        train_loop_config=given,
+        train_loop_config=config,
         jax_config=JaxConfig(use_gpu=True),
         scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(storage_path=given["folder"], failure_config=FailureConfig(max_failures=2)),
+        run_config=RunConfig(storage_path=config["folder"], failure_config=FailureConfig(max_failures=2)),
     )
     trainer.fit()
 
@@ -87,10 +102,10 @@ if __name__ == "__main__":
     parser.add_argument("workers", type=int)
     parser.add_argument("--lose", type=int)
     options = parser.parse_args()
-    given = {"folder": str(options.folder.resolve()), "lose": options.lose}
     options.folder.mkdir(exist_ok=True)
-    if options.workers:
-        on_ray(given, options.workers)
+    config = {"folder": str(options.folder.resolve()), "lose": options.lose}
+    if options.workers > 0:
+        train_on_ray(config, options.workers)
     else:
-        train(given)
+        train(config)
     sys.stdout.write((options.folder / "losses.jsonl").read_text())

@@ -13,29 +13,59 @@ import shardkit as sk
 
 
 def all_reduce(x, axis):
-    """Sums x over the devices of `axis`; dim 0 of x must be divisible by their number."""
-    n, me = sk.axis_size(axis), sk.axis_index(axis)
-    hops = [1 << k for k in range(n.bit_length() - 1)]  # 1, 2, ..., n / 2
-    for hop in reversed(hops):  # halving: keep one half, send the other to the partner
+    """Sums x over the devices of `axis`; dim 0 of x must be divisible by their number.
+
+    Four devices with eight rows each. Halving, a device keeps one half of its rows, sends the other to its partner, and
+    adds what it gets; doubling, partners exchange what they have:
+
+        device              0             1             2             3
+        halving, hop 2      rows 0 to 3   rows 0 to 3   rows 4 to 7   rows 4 to 7     sums of two devices
+        halving, hop 1      rows 0, 1     rows 2, 3     rows 4, 5     rows 6, 7       sums of all four
+        doubling, hop 1     rows 0 to 3   rows 0 to 3   rows 4 to 7   rows 4 to 7
+        doubling, hop 2     rows 0 to 7   rows 0 to 7   rows 0 to 7   rows 0 to 7
+    """
+    n = sk.axis_size(axis)
+    device = sk.axis_index(axis)
+    hops = [1 << bit for bit in range(n.bit_length() - 1)]  # 1, 2, ..., n / 2
+
+    for hop in reversed(hops):
+        pairs = [(i, i ^ hop) for i in range(n)]  # of hop 2: 0 and 2, 1 and 3
         lower, upper = jnp.split(x, 2)
-        high = (me & hop) > 0
-        partner = [(i, i ^ hop) for i in range(n)]
-        x = jnp.where(high, upper, lower) + lax.ppermute(jnp.where(high, lower, upper), axis, partner)
-    for hop in hops:  # doubling: exchange what is summed
-        partner = [(i, i ^ hop) for i in range(n)]
-        other = lax.ppermute(x, axis, partner)
-        x = jnp.where((me & hop) > 0, jnp.concatenate([other, x]), jnp.concatenate([x, other]))
-    return sk.collectives.assume_replicated(x, axis)  # jax cannot know that all devices have the same x now
+        keeps_upper = (device & hop) > 0
+        kept = jnp.where(keeps_upper, upper, lower)
+        sent = jnp.where(keeps_upper, lower, upper)
+        x = kept + lax.ppermute(sent, axis, pairs)
+
+    for hop in hops:
+        pairs = [(i, i ^ hop) for i in range(n)]
+        received = lax.ppermute(x, axis, pairs)
+        has_upper = (device & hop) > 0
+        x = jnp.where(has_upper, jnp.concatenate([received, x]), jnp.concatenate([x, received]))
+
+    # All devices have the same x now. jax cannot know that of ppermutes, and would refuse out_specs without "data".
+    return sk.collectives.assume_replicated(x, axis)
+
+
+def kernel(x):
+    return all_reduce(x, "data")
+
+
+def reference(x):
+    return x.reshape(8, 8, 3).sum(0)
 
 
 if __name__ == "__main__":
     sk.simulate_devices(8)
     x = np.random.default_rng(0).normal(size=(64, 3)).astype("f")
-    kernel, reference = lambda x: all_reduce(x, "data"), lambda x: x.reshape(8, 8, 3).sum(0)
-    mesh, split = sk.make_mesh(data=8), P("data")
     sk.testing.assert_matches_reference(
-        kernel, reference, mesh=mesh, in_specs=split, out_specs=P(), args=(x,), eager=False
+        kernel,
+        reference,
+        mesh=sk.make_mesh(data=8),
+        in_specs=P("data"),
+        out_specs=P(),
+        args=(x,),
+        eager=False,
     )
-    # Compares the devices' x at assume_replicated.
-    total = sk.testing.emulate(kernel, {"data": 8}, in_specs=split, out_specs=P())(x)
-    np.testing.assert_allclose(total, reference(x), atol=1e-5)
+    # On emulated devices assume_replicated compares the x of all devices, and refuses one that differs.
+    emulated = sk.testing.emulate(kernel, {"data": 8}, in_specs=P("data"), out_specs=P())
+    np.testing.assert_allclose(emulated(x), reference(x), atol=1e-5)

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -46,6 +47,15 @@ def parse_options():
     return parser.parse_args()
 
 
+def parse_sizes(words):
+    """The sizes of the mesh axes: {"data": 2, "fsdp": -1} of ["data=2", "fsdp=-1"]."""
+    sizes = {}
+    for word in words:
+        axis, size = word.split("=")
+        sizes[axis] = int(size)
+    return sizes
+
+
 def say(text):
     if sk.runtime.is_main():  # one process of the job
         print(text, flush=True)
@@ -53,8 +63,12 @@ def say(text):
 
 def read_text(path):
     """The bytes to train on, and those held out: the last tenth."""
-    files = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
+    if path is None:
+        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    else:
+        paths = [path]
+    contents = [path.read_bytes() for path in paths]
+    text = np.frombuffer(b"\n".join(contents), np.uint8)
     held_out = len(text) // 10
     return text[:-held_out], text[-held_out:]
 
@@ -74,27 +88,31 @@ def draw_batch(text, step, batch, length):
 
 def make_model(config, sizes, batch):
     """What each device computes, the loss for evaluation, and how the axes of the mesh are used."""
+    # An axis has two readers: a plan, which says what its devices hold, and the model, whose layers communicate over
+    # it. Over data and fsdp a layer sends nothing: only the plan has them.
     plans = []
+    axes = transformer.Axes()
     if "data" in sizes:
         plans.append(sk.dp("data"))
     if "fsdp" in sizes:
         plans.append(sk.fsdp("fsdp", layerwise=("layers",)))
     if "context" in sizes:
         plans.append(sk.cp("context"))
+        axes = replace(axes, context="context")
     if "model" in sizes:
         rules = transformer.tensor_rules(config, "model", sizes["model"])
         plans.append(sk.tp("model", rules, sequence=True))
-    names = {axis: axis for axis in sizes}
-    axes = transformer.Axes(
-        model=names.get("model"), sequence="model" in sizes, context=names.get("context"), stage=names.get("stage")
-    )
+        axes = replace(axes, model="model", sequence=True)
     if "stage" not in sizes:
         loss_fn = transformer.loss_fn(config, axes)
         return sk.value_and_grad(loss_fn), loss_fn, sk.chain(*plans)
+
     # As many microbatches as divide a device's examples, up to four for each stage: they keep the pipeline full.
+    axes = replace(axes, stage="stage")
+    stages = sizes["stage"]
     examples = batch // (sizes.get("data", 1) * sizes.get("fsdp", 1))
-    schedule = sk.schedules.one_f_one_b(sizes["stage"], math.gcd(4 * sizes["stage"], examples))
-    pipe = sk.pipeline(schedule, "stage")
+    microbatches = math.gcd(4 * stages, examples)
+    pipe = sk.pipeline(sk.schedules.one_f_one_b(stages, microbatches), "stage")
     pieces = transformer.pieces(config, axes)
     grad_fn = transformer.in_order(pipe.value_and_grad(*pieces, layer_numbers=True), axes)
     loss_fn = transformer.in_order(pipe.loss(*pieces, layer_numbers=True), axes)
@@ -102,7 +120,7 @@ def make_model(config, sizes, batch):
 
 
 def verify(config, grad_fn, optimizer, mesh, plan, batches):
-    """The verdict of a comparison with one device: loss, gradients and parameters of each step."""
+    """Compares loss, gradients and parameters of each step with one device, and ends the program if they differ."""
     reference = sk.value_and_grad(transformer.loss_fn(config))
     params = transformer.init(jax.random.key(SEED), config)
     try:
@@ -127,9 +145,23 @@ def first_state(init, config, checkpoints):
     return state
 
 
+def make_optimizer(steps):
+    # The schedule ends a step after the run: a cosine needs a step after the warm-up, in a run of one step too.
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, max(1, steps // 10), steps + 1)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+
+def open_checkpoints(directory):
+    """The checkpoints of a directory; None for none."""
+    if directory is None:
+        return nullcontext()
+    sk.runtime.watch_preemption()
+    return sk.runtime.Checkpoints(directory)
+
+
 def main():
     options = parse_options()
-    sizes = {axis: int(size) for axis, size in (word.split("=") for word in options.mesh)}
+    sizes = parse_sizes(options.mesh)
     if options.simulate:
         sk.simulate_devices(math.prod(sizes.values()))
     sk.runtime.initialize()  # one job of all processes, if there are several
@@ -138,8 +170,7 @@ def main():
 
     config = transformer.Config(layers=options.layers, dim=options.dim, heads=4)
     grad_fn, loss_fn, plan = make_model(config, dict(mesh.shape), options.batch)
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, max(1, options.steps // 10), options.steps + 1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+    optimizer = make_optimizer(options.steps)
     init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan)
     evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan)
     spec = plan.batch_spec(mesh)
@@ -153,31 +184,30 @@ def main():
         batches = [batch_at(number) for number in range(1, options.verify + 1)]
         verify(config, grad_fn, optimizer, mesh, plan, batches)
 
-    saving = nullcontext()
-    if options.checkpoint:
-        saving = sk.runtime.Checkpoints(options.checkpoint)
-        sk.runtime.watch_preemption()
-    with saving as checkpoints:
+    with open_checkpoints(options.checkpoint) as checkpoints:
         state = first_state(init, config, checkpoints)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for number in range(int(state.step) + 1, options.steps + 1):
             batch = sk.runtime.from_full(batch_at(number), mesh, spec)
             state, metrics = step(state, batch)
             preempted = checkpoints is not None and sk.runtime.preempted(number)
-            ends = preempted or number == options.steps
-            if ends or number % LOG_EVERY == 0:  # reading the loss waits for the steps in flight
+            is_last = preempted or number == options.steps
+            if is_last or number % LOG_EVERY == 0:  # reading the loss waits for the steps in flight
                 loss = float(metrics["loss"])
-                say(f"step {number}: loss {loss:.4f} after {time.perf_counter() - begun:.1f} s")
+                seconds = time.perf_counter() - start
+                say(f"step {number}: loss {loss:.4f} after {seconds:.1f} s")
             if checkpoints is None:
                 continue
-            if ends or number % options.save_every == 0:
+            if is_last or number % options.save_every == 0:
                 checkpoints.save(state, position=number)
             if preempted:
                 checkpoints.wait()
                 sk.runtime.finish(sk.runtime.PREEMPTED)  # a scheduler may start it again: it goes on from here
+
+        # One batch of windows that lie evenly in the text held out, the same for every run.
         starts = np.linspace(0, len(held_out) - options.length - 1, options.batch).astype(np.int64)
-        unseen = sk.runtime.from_full(make_batch(held_out, starts, options.length), mesh, spec)
-        loss = float(evaluate(state.params, unseen)["loss"])
+        batch = sk.runtime.from_full(make_batch(held_out, starts, options.length), mesh, spec)
+        loss = float(evaluate(state.params, batch)["loss"])
         say(f"held-out loss {loss:.4f} nats per byte after {int(state.step)} steps")
 
 

@@ -36,7 +36,7 @@ def on(row, *layers):
 @each_row
 def test_the_negatives_of_all_devices_and_a_slope_in_the_loss(row):
     def clip(params, batch, keys):  # the whole matrix of pairs
-        image, text = (CLIP["embedded"](params[name], batch[name], keys) for name in ("image", "text"))
+        image, text = (CLIP["embed"](params[name], batch[name], keys) for name in ("image", "text"))
         pairs = jax.numpy.exp(params["scale"]) * image @ text.T
         none = jax.numpy.where(batch["weight"] > 0, 0.0, 1e9)[None]  # a third of the examples weigh 0
         return sk.Mean.of(sum(-jax.nn.log_softmax(x - none).diagonal() / 2 for x in (pairs, pairs.T)), batch["weight"])
@@ -45,7 +45,13 @@ def test_the_negatives_of_all_devices_and_a_slope_in_the_loss(row):
     given = {"optimizer": optax.sgd(0.1), "batches": BATCHES}
     critic = of(GAN["critic_loss"], trained={"critic": True, "generator": False})
     same(critic, critic, params=jax.jit(GAN["init"])(key), **on(row, "critic.layers"), **given)
-    same(of(CLIP["clip"](on(row)["plan"].batch_axes)), of(clip), params=jax.jit(CLIP["init"])(key), **on(row), **given)
+    same(
+        of(CLIP["make_loss"](on(row)["plan"].batch_axes)),
+        of(clip),
+        params=jax.jit(CLIP["init"])(key),
+        **on(row),
+        **given,
+    )
 
 
 @each_row
@@ -80,7 +86,7 @@ def test_a_teacher_is_carried(row):
     grad_fn = sk.value_and_grad(DINO["loss_fn"])
     batches = [{"x": x[:, :8], "label": np.int32(weight) - 1} for x, weight in zip(X[:3], WEIGHT, strict=False)]
     given = testing.Row(row, on(row, "layers")["plan"])
-    assert not proved(grad_fn, grad_fn, given, DINO, batches, DINO["first"])["equal_for_all_inputs"]
+    assert not proved(grad_fn, grad_fn, given, DINO, batches, DINO["init_carried"])["equal_for_all_inputs"]
 
 
 # Catches a bias that is another on each mesh. What is compared in `carry=` is no number of a field.
@@ -98,17 +104,17 @@ def contrastive_loss_fell(run):
 
 
 def generator_is_where_the_data_is(run):
-    return np.allclose(run["g"].params["generator"]["b"], [1, -1], atol=0.3)
+    return np.allclose(run["generator"].params["generator"]["b"], [1, -1], atol=0.3)
 
 
 def labels_are_told(run):
     """Of two classes: it begins at log(2)."""
-    return run["metrics"]["named"] < 0.5
+    return run["metrics"]["classification"] < 0.5
 
 
 def experts_are_chosen_evenly(run):
     """The share of the most chosen of eight experts in each layer: it began above a quarter, and fell below."""
-    shares = np.stack(run["most"])
+    shares = np.stack(run["largest_shares"])
     return shares[-20:].mean(0).max() < 0.25 < shares[0].min()
 
 

@@ -18,12 +18,13 @@ class Config(NamedTuple):
 
 
 def init(key, config):
+    width = config.width
+    layers = config.layers
     into, up, gate, down, out = jax.random.split(key, 5)
 
     def draw(key, *shape):
         return jax.random.normal(key, shape) / jnp.sqrt(shape[-2])
 
-    width, layers = config.width, config.layers
     return {
         "into": draw(into, config.features, width),
         "layers": {  # dim 0 counts layers

@@ -18,12 +18,15 @@ CONFIG = Config(width=32, layers=2)
 
 
 def draw_batches(count):
+    """Batches of 16 examples, of which three do not count."""
     examples = train.load_examples(CONFIG, 16 * count, seed=3)
     batches = []
     for start in range(0, len(examples), 16):
         rows = examples[start : start + 16]
-        batch = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-        batch["weight"][-3:] = 0  # examples that do not count
+        batch = {}
+        for name in ("x", "label", "weight"):
+            batch[name] = np.stack([row[name] for row in rows])
+        batch["weight"][-3:] = 0  # so that the devices have unequal weights, as in a last batch
         batches.append(batch)
     return batches
 
@@ -44,10 +47,13 @@ def test_bytes_of_a_step():
     mesh, plan = train.make_mesh_and_plan()
     step = train.make_step(CONFIG, 10, mesh, plan)
     params = jax.eval_shape(lambda: init(jax.random.key(0), CONFIG))
-    census = sk.census(step.step, step.init.abstract(params), draw_batches(1)[0])
+    state = step.init.abstract(params)
+    census = sk.census(step.step, state, draw_batches(1)[0])
+    layer_bytes = 0
+    for leaf in jax.tree.leaves(params["layers"]):
+        layer_bytes += leaf.size * leaf.dtype.itemsize
     # Each device holds 1/4 of a layer and gets the other 3/4: forward, and again in the backward pass.
-    layers = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))
-    assert census.sent(kind="all_gather", axis="fsdp") == 2 * layers * 3 / 4
+    assert census.sent(kind="all_gather", axis="fsdp") == 2 * layer_bytes * 3 / 4
 
 
 def test_a_run_that_was_cut_ends_with_the_same_numbers(tmp_path):

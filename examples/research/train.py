@@ -17,7 +17,7 @@ from shardkit import runtime
 
 CONFIG = Config()
 BATCH = 64  # examples per step, over all devices
-EVERY = 20  # steps between two evaluations, with a checkpoint each
+EVERY = 20  # steps between two evaluations; a checkpoint is saved at each
 
 
 def make_mesh_and_plan():
@@ -39,19 +39,33 @@ def load_examples(config, count, seed):
     teacher = np.random.default_rng(0).normal(size=(config.features, config.classes))
     x = np.random.default_rng(seed).normal(size=(count, config.features)).astype(np.float32)
     labels = np.argmax(x @ teacher, axis=1).astype(np.int32)
-    one = np.float32(1)
-    return [{"x": row, "label": label, "weight": one} for row, label in zip(x, labels, strict=True)]
+    examples = []
+    for row, label in zip(x, labels, strict=True):
+        examples.append({"x": row, "label": label, "weight": np.float32(1)})
+    return examples
+
+
+def load_held_out(config, mesh, spec):
+    """Batches of examples that training does not see, on the devices."""
+    examples = load_examples(config, 250, seed=2)
+    # 250 examples are four batches of 64 but for the last six rows, which must be there and count nothing.
+    padding = examples[-1] | {"weight": np.float32(0)}
+    missing = -len(examples) % BATCH
+    examples += [padding] * missing
+    return list(runtime.loader(examples, batch=BATCH, seed=None, mesh=mesh, spec=spec, epochs=1))
 
 
 def evaluate_all(evaluate, params, batches):
     """The loss and accuracy over all batches, each weighted by its examples."""
-    totals, weight = {}, 0.0
+    loss = 0.0
+    accuracy = 0.0
+    weight = 0.0
     for batch in batches:
         metrics = jax.device_get(evaluate(params, batch))
+        loss += metrics["loss"] * metrics["weight"]
+        accuracy += metrics["accuracy"] * metrics["weight"]
         weight += metrics["weight"]
-        for name in ("loss", "accuracy"):
-            totals[name] = totals.get(name, 0.0) + metrics[name] * metrics["weight"]
-    return {name: float(total / weight) for name, total in totals.items()}
+    return loss / weight, accuracy / weight
 
 
 def main(directory, steps, config=CONFIG, stop=None):
@@ -64,17 +78,14 @@ def main(directory, steps, config=CONFIG, stop=None):
         return init(key, config)
 
     spec = plan.batch_spec(mesh)
-    held_out = load_examples(config, 250, seed=2)
-    padding = held_out[-1] | {"weight": np.float32(0)}  # fills up the last batch, and counts nothing
-    held_out += [padding] * (-len(held_out) % BATCH)
-    held_out = list(runtime.loader(held_out, batch=BATCH, seed=None, mesh=mesh, spec=spec, epochs=1))
+    held_out = load_held_out(config, mesh, spec)
     with runtime.Checkpoints(directory) as checkpoints:
         if checkpoints.latest_step() is None:
             state = training.init(first_params, jax.random.key(0))
             position = 0
         else:
             state, saved = checkpoints.restore(training.init.abstract(first_params))
-            position = saved.position
+            position = saved.position  # of the loader, which goes on with the batch after it
             runtime.log(f"goes on after step {state.step}")
         examples = load_examples(config, 4096, seed=1)
         batches = runtime.loader(examples, batch=BATCH, seed=0, mesh=mesh, spec=spec, position=position)
@@ -82,9 +93,11 @@ def main(directory, steps, config=CONFIG, stop=None):
         for number in range(int(state.step) + 1, last + 1):
             state, metrics = training.step(state, next(batches))
             if number % EVERY == 0 or number == last:
-                averages = evaluate_all(evaluate, state.params, held_out)
-                line = ", ".join(f"{name} {value:.4f}" for name, value in averages.items())
-                runtime.log(f"step {number}: trained on {metrics['loss']:.4f}; held out: {line}")
+                loss, accuracy = evaluate_all(evaluate, state.params, held_out)
+                runtime.log(
+                    f"step {number}: trained on {metrics['loss']:.4f}; "
+                    f"held out: loss {loss:.4f}, accuracy {accuracy:.4f}"
+                )
                 checkpoints.save(state, position=batches.position)
     return state
 

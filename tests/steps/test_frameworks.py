@@ -88,7 +88,7 @@ def haiku_loop(example):
         updates, opt_state = ADAM.update(grads, opt_state)
         return loss, optax.apply_updates(params, updates), opt_state
 
-    params = example["model"]
+    params = example["params"]
     opt_state = ADAM.init(params)
     for batch in BATCHES:
         loss, params, opt_state = step(params, opt_state, batch)

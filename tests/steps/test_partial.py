@@ -20,9 +20,9 @@ BATCHES = [{"x": RNG.normal(size=(16, 16)).astype("f"), "y": RNG.normal(size=16)
 def one_device():
     """Plain jax: the gradient of the trained leaves alone, an optimizer for each label, and the average."""
     params = LORA["init"](jax.random.key(0))
-    groups = {"lora": LORA["tuned"], "head": lambda params: params["head"]}
+    groups = {"lora": LORA["select_lora"], "head": lambda params: params["head"]}
     states = {name: LORA["OPTIMIZERS"][name].init(of(params)) for name, of in groups.items()}
-    average, losses = LORA["tuned"](params), []
+    average, losses = LORA["select_lora"](params), []
 
     def loss_fn(some, batch):
         layers = {"w": params["layers"]["w"], **some["lora"]["layers"]}
@@ -71,7 +71,7 @@ def test_a_part_of_the_parameters_is_trained(row, one_device):
     held = [x.shape for x in jax.tree.leaves(state.opt_state)]
     assert sorted(held) == [(), (4, 2, 16), (4, 2, 16), (4, 16, 2), (4, 16, 2)], held
     own, average = (
-        jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (LORA["tuned"](state.params), state.carried)
+        jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (LORA["select_lora"](state.params), state.carried)
     )
     assert average == own
     largest = max(row.bytes_in for row in sent.rows if row.kind != "all_gather")
@@ -84,7 +84,7 @@ def test_a_part_of_a_pipeline_is_trained(one_device):
     pipe = sk.pipeline(sk.schedules.lockstep(2, 4), "stage")
     grad_fn = pipe.value_and_grad(
         lambda shared, batch, keys: batch["x"],
-        lambda layers, x, keys: sk.scan_layers(LORA["layer"], layers, x),
+        lambda layers, x, keys: sk.scan_layers(LORA["apply_layer"], layers, x),
         lambda shared, x, batch: sk.Mean.of(((x @ shared["head"])[:, 0] - batch["y"]) ** 2),
         trained=LORA["TRAINED"],
     )
