@@ -11,10 +11,9 @@ Between one chip and several the numbers differ by rounding: losses are held tog
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks.start import start
+from benchmarks.start import choose_calls, choose_rounds, start
 from shardkit import bench
+from shardkit.bench.records import Record
 from shardkit.bench.workload import make_partitioned_case, reference
 from shardkit.cli.self_test import self_test
 from shardkit.cost import hardware
@@ -37,89 +37,165 @@ LEARNING_RATE = 1e-5
 TOLERANCE = 2e-2  # bfloat16, summed in another order
 
 
-def matmul_rate(size: int, calls: int, rounds: int, file: Path | None) -> float:
-    """FLOP/s of one chip in a matmul of bfloat16 squares, the median."""
+def measure_matmul_rate(size: int, calls: int, rounds: int, file: Path | None) -> float:
+    """FLOP/s of one chip in a matmul of bfloat16 squares, the median.
+
+    No program of matmuls reaches the peak of a data sheet: the share of this rate says what the step itself loses.
+    """
+    # The identity: its products stay finite, however many follow each other.
     x = jax.device_put(jnp.eye(size, dtype=jnp.bfloat16), jax.devices()[0])
-    case = bench.Case("matmul", lambda x: (x @ x, None), x)
+
+    def multiply(x: jax.Array) -> tuple[jax.Array, None]:
+        return x @ x, None
+
+    case = bench.Case("matmul", multiply, x)
     [record] = bench.measure("accelerator", f"matmul of {size} x {size}", [case], calls=calls, rounds=rounds)
     bench.report([record], file)
     return 2.0 * size**3 / record["wall_us_median"] * 1e6
 
 
-def plain(name: str, work: bench.Workload, held: Any, over: NamedSharding) -> bench.Case:
+def make_plain_case(work: bench.Workload, layouts: Any, batch_layout: NamedSharding) -> bench.Case:
     """The step as one writes it for one chip, its arrays laid out: bfloat16 inside, parameters and AdamW in float32."""
 
-    def in_bfloat16(params: Any, batch: Any, keys: Any) -> Any:
-        return work.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, keys)
+    def loss_in_bfloat16(params: Any, batch: Any, keys: Any) -> Any:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return work.loss_fn(params, batch, keys)
+
+    replicated = NamedSharding(batch_layout.mesh, P())
+
+    def place_moment(x: jax.Array) -> jax.Array:
+        # A moment is where its parameter is. The count of steps is a scalar, and on one device yet.
+        if x.ndim:
+            return x
+        return jax.device_put(x, replicated)
 
     optimizer = optax.adamw(LEARNING_RATE)
-    params = jax.device_put(work.params, held)
-    whole = NamedSharding(over.mesh, P())
-    moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), optimizer.init(params))
-    batch = jax.device_put(work.batch, over)
-    case = make_partitioned_case(name, in_bfloat16, optimizer, (params, moments), batch, held)
-    return case._replace(checked=_loss)
+    params = jax.device_put(work.params, layouts)
+    moments = jax.tree.map(place_moment, optimizer.init(params))
+    batch = jax.device_put(work.batch, batch_layout)
+    case = make_partitioned_case("jit", loss_in_bfloat16, optimizer, (params, moments), batch, layouts)
+    return case._replace(checked=_get_loss)
 
 
-def built(name: str, work: bench.Workload, mesh: Mesh, plan: sk.Plan) -> bench.Case:
+def make_built_case(work: bench.Workload, mesh: Mesh, plan: sk.Plan) -> bench.Case:
     """The builder's step, with the same dtypes."""
-    grad_fn, optimizer = sk.value_and_grad(work.loss_fn), optax.adamw(LEARNING_RATE)
+    grad_fn = sk.value_and_grad(work.loss_fn)
+    optimizer = optax.adamw(LEARNING_RATE)
     init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, precision="bf16")
     batch = jax.device_put(work.batch, NamedSharding(mesh, plan.batch_spec(mesh)))
-    return bench.Case(name, step, init(work.params, jax.random.key(2)), (batch,), _loss)
+    state = init(work.params, jax.random.key(2))
+    return bench.Case("shardkit", step, state, (batch,), _get_loss)
 
 
-def _loss(carry: Any, metrics: Any) -> Any:
+def _get_loss(carry: Any, metrics: Any) -> Any:
+    # Not the parameters: AdamW makes whole steps of rounding where a gradient is nearly zero.
     return metrics["loss"]
 
 
-def rows(config: transformer.Config, examples: int, tokens: int) -> dict[str, Callable[[], list[bench.Case]]]:
-    """By title the cases that are timed beside each other; memory holds one row's states at a time."""
+class Row(NamedTuple):
+    """Some chips, and the plan of the step on them."""
 
-    def over(devices: Sequence[jax.Device], plan: sk.Plan) -> list[bench.Case]:
-        mesh = sk.make_mesh(devices, data=len(devices))
+    title: str
+    chips: Sequence[jax.Device]
+    plan: sk.Plan
+
+    def make_cases(self, config: transformer.Config, examples: int, tokens: int) -> list[bench.Case]:
+        """The steps that are timed beside each other, with so many examples on each chip."""
+        mesh = sk.make_mesh(self.chips, data=len(self.chips))
         work = reference(config, examples * mesh.size, tokens)
-        held = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), plan.layouts(work.params, mesh))
-        jit = plain("jit", work, held, NamedSharding(mesh, plan.batch_spec(mesh)))
-        return [jit, built("shardkit", work, mesh, plan)]
+        layouts = self.plan.layouts(work.params, mesh)
+        at_rest = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), layouts)
+        batch_layout = NamedSharding(mesh, self.plan.batch_spec(mesh))
+        return [make_plain_case(work, at_rest, batch_layout), make_built_case(work, mesh, self.plan)]
 
+
+def list_rows() -> list[Row]:
+    """One chip, and all of them if there are several."""
     chips = jax.devices()
-    plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data")} if len(chips) > 1 else {}
-    several = {f"{name}, {len(chips)} chips": partial(over, chips, plan) for name, plan in plans.items()}
-    return {"one chip": partial(over, chips[:1], sk.dp("data"))} | several
+    rows = [Row("one chip", chips[:1], sk.dp("data"))]
+    if len(chips) > 1:
+        rows.append(Row(f"dp, {len(chips)} chips", chips, sk.dp("data")))
+        rows.append(Row(f"fsdp, {len(chips)} chips", chips, sk.fsdp("data")))
+    return rows
+
+
+def check_collectives() -> bool:
+    """Compares every collective with its meaning, over all chips, and prints which ones are wrong."""
+    wrong = []
+    for name, difference in self_test(sk.make_mesh(x=-1)).items():
+        if difference != 0:
+            wrong.append(name)
+    verdict = "all exact"
+    if wrong:
+        verdict = f"{', '.join(wrong)} WRONG"
+    print(f"collectives over {jax.device_count()} x {jax.devices()[0].device_kind}: {verdict}", flush=True)
+    return not wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints everything, and a Markdown table at the end, which goes beside --json; 1 if a collective is wrong."""
     options = start(__doc__, argv, devices=0)
-    chips, kind = jax.device_count(), jax.devices()[0].device_kind
-    wrong = [name for name, difference in self_test(sk.make_mesh(x=-1)).items() if difference != 0]
-    print(f"collectives over {chips} x {kind}: {', '.join(wrong) + ' WRONG' if wrong else 'all exact'}", flush=True)
-
-    config, tokens, examples = (SMALL, 32, 2) if options.smoke else (LARGE, 1024, 8)
-    calls, rounds = options.calls or (2 if options.smoke else 5), options.rounds or (2 if options.smoke else 5)
-    rate = matmul_rate(128 if options.smoke else 8192, 20, rounds, options.json)
+    exact = check_collectives()
+    config = LARGE
+    tokens = 1024
+    examples = 8
+    matmul_size = 8192
+    if options.smoke:
+        config = SMALL
+        tokens = 32
+        examples = 2
+        matmul_size = 128
+    calls = choose_calls(options, 5)
+    rounds = choose_rounds(options, 5)
+    # Many calls in one loop on the chip: called one by one from Python, a matmul would have to wait for it.
+    rate = measure_matmul_rate(matmul_size, 20, rounds, options.json)
     flops = sk.cost.transformer_flops(
-        layers=config.layers, hidden=config.dim, heads=config.heads, ffn=config.width, gated=True,
-        vocabulary=config.vocabulary, sequence=tokens, batch=examples,
-    )  # fmt: skip
+        layers=config.layers,
+        hidden=config.dim,
+        heads=config.heads,
+        ffn=config.width,
+        gated=True,
+        vocabulary=config.vocabulary,
+        sequence=tokens,
+        batch=examples,
+    )
+    kind = jax.devices()[0].device_kind
     chip = hardware.chip_of(kind)
+
+    def format_row(title: str, record: Record) -> str:
+        seconds = record["wall_us_median"] / 1e6
+        peak_share = "unknown peak"
+        if chip is not None:
+            peak_share = f"{sk.cost.mfu(flops, seconds, peak=chip):.1%}"
+        cells = [
+            f"{title}: {record['case']}",
+            f"{examples * tokens / seconds:,.0f}",
+            peak_share,
+            f"{flops / seconds / rate:.1%}",
+            f"{record['wall_ratio_median']:.3f}",
+        ]
+        return f"| {' | '.join(cells)} |"
+
     table = ["| | tokens/s per chip | MFU | of the matmul's rate | to jit, wall |", "|---|--:|--:|--:|--:|"]
-    for title, cases in rows(config, examples, tokens).items():
-        how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": TOLERANCE}
-        records = bench.measure("accelerator", title, cases(), **how)
+    for row in list_rows():
+        records = bench.measure(
+            "accelerator",
+            row.title,
+            # No name holds the cases: the arrays of a row are freed before those of the next one are made.
+            row.make_cases(config, examples, tokens),
+            mode="dispatched",
+            calls=calls,
+            rounds=rounds,
+            tolerance=TOLERANCE,
+        )
         bench.report(records, options.json)
         for record in records:
-            seconds = record["wall_us_median"] / 1e6
-            share = f"{sk.cost.mfu(flops, seconds, peak=chip):.1%}" if chip else "unknown peak"
-            cells = [f"{title}: {record['case']}", f"{examples * tokens / seconds:,.0f}", share]
-            cells += [f"{flops / seconds / rate:.1%}", f"{record['wall_ratio_median']:.3f}"]
-            table.append(f"| {' | '.join(cells)} |")
-    text = f"{chips} x {kind}, matmul {rate / 1e12:,.1f} TFLOP/s\n\n" + "\n".join(table)
-    print(f"\n{text}")
+            table.append(format_row(row.title, record))
+    summary = f"{jax.device_count()} x {kind}, matmul {rate / 1e12:,.1f} TFLOP/s\n\n" + "\n".join(table)
+    print(f"\n{summary}")
     if options.json:
-        options.json.with_suffix(".md").write_text(f"{text}\n")
-    return int(bool(wrong))
+        options.json.with_suffix(".md").write_text(f"{summary}\n")
+    return int(not exact)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ Loss = Callable[[Any, Any, Any], sk.Mean]
 def read_frames() -> list[str]:
     """The functions of shardkit on the stack, the outermost first."""
     frames = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # that of the function which calls the collective
     while frame is not None:
         code = frame.f_code
         file = Path(code.co_filename)
@@ -44,7 +45,10 @@ def read_frames() -> list[str]:
 @contextmanager
 def note_collectives(stacks: list[list[str]]) -> Iterator[None]:
     """Notes the stacks of the COLLECTIVES that are traced inside."""
-    originals = {name: getattr(lax, name) for name in COLLECTIVES}
+    # shardkit calls all of them as lax.NAME, so that what replaces them in that module is called.
+    originals = {}
+    for name in COLLECTIVES:
+        originals[name] = getattr(lax, name)
 
     def note(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +68,11 @@ def note_collectives(stacks: list[list[str]]) -> Iterator[None]:
 
 def layers_loss(params: Any, batch: jax.Array, keys: Any) -> sk.Mean:
     """A stack of layers, gathered one by one."""
-    return sk.Mean.of(sk.scan_layers(lambda w, x: jnp.tanh(x @ w), params["layers"], batch) ** 2)
+
+    def apply_layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    return sk.Mean.of(sk.scan_layers(apply_layer, params["layers"], batch) ** 2)
 
 
 def ring_loss(params: Any, batch: jax.Array, keys: Any) -> sk.Mean:
@@ -79,17 +87,19 @@ def matrix_loss(params: Any, batch: jax.Array, keys: Any) -> sk.Mean:
     return sk.Mean.of((jnp.tanh(batch @ params["w"]) @ params["v"]) ** 2)
 
 
-def longest_stack(loss: Loss, params: Any, plan: sk.Plan, mesh: jax.sharding.Mesh, optimizer: Any) -> list[str]:
+def find_longest_stack(loss: Loss, params: Any, plan: sk.Plan, mesh: jax.sharding.Mesh, optimizer: Any) -> list[str]:
     """The longest stack of a collective, while the first call of the step is traced."""
+    # The checks of a first call trace the loss, too, from other places than a step does.
     init, step = sk.make_train_step(sk.value_and_grad(loss), optimizer, mesh=mesh, plan=plan, check=False)
+    state = init(params, jax.random.key(0))
     stacks: list[list[str]] = []
     with note_collectives(stacks):
-        step(init(params, jax.random.key(0)), jnp.ones((8, 8)))
+        step(state, jnp.ones((8, 8)))
     return max(stacks, key=len)
 
 
-def stacks_by_step() -> dict[str, list[str]]:
-    """The longest stack of each kind of step."""
+def find_stacks() -> dict[str, list[str]]:
+    """The longest stack of each kind of step, by its name."""
     mesh = sk.make_mesh(data=2, model=2)
     layers = {"layers": jnp.ones((3, 8, 8))}
     pair = {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 8))}
@@ -98,16 +108,16 @@ def stacks_by_step() -> dict[str, list[str]]:
     whole = sk.fsdp("data", min_size=1)
     muon = sk.muon(0.02, plan=whole, mesh=mesh)
     return {
-        "fsdp by layer": longest_stack(layers_loss, layers, by_layer, mesh, optax.sgd(0.1)),
-        "tp, ring": longest_stack(ring_loss, pair, tensor, mesh, optax.sgd(0.1)),
-        "muon": longest_stack(matrix_loss, pair, whole, mesh, muon),
+        "fsdp by layer": find_longest_stack(layers_loss, layers, by_layer, mesh, optax.sgd(0.1)),
+        "tp, ring": find_longest_stack(ring_loss, pair, tensor, mesh, optax.sgd(0.1)),
+        "muon": find_longest_stack(matrix_loss, pair, whole, mesh, muon),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the number of frames of each kind of step, and the frames."""
     start(__doc__, argv, devices=4)
-    for name, frames in stacks_by_step().items():
+    for name, frames in find_stacks().items():
         print(f"{name}: {len(frames)} frames")
         for frame in frames:
             print(f"    {frame}")

@@ -23,20 +23,29 @@ def measure_functions(
     Each is called once a round, and what it returns is waited for. CPU time is that of this process and of the child
     processes that a function starts and waits for.
     """
+    timers = {}
+    for name, function in functions.items():
+        timers[name] = partial(_time_call, function)
     samples: list[dict[str, Sample]] = []
     calibrations: list[float] = []
-    for results in interleaved({name: partial(_whole, function) for name, function in functions.items()}, rounds):
+    for results in interleaved(timers, rounds):
         samples.append(results)
         calibrations.append(round(calibration(), 1))
     return make_records(benchmark, row, samples, calibrations, {"mode": "function", "calls": 1}, {})
 
 
-def _whole(function: Callable[[], Any]) -> Sample:
-    wall, cpu = time.perf_counter(), _cpu_seconds()
+def _time_call(function: Callable[[], Any]) -> Sample:
+    wall_start = time.perf_counter()
+    cpu_start = _read_cpu_seconds()
+    # jax returns before a computation ends: without the wait only its dispatch would be timed.
     jax.block_until_ready(function())
-    return Sample((time.perf_counter() - wall) * 1e6, (_cpu_seconds() - cpu) * 1e6)
+    wall = time.perf_counter() - wall_start
+    cpu = _read_cpu_seconds() - cpu_start
+    return Sample(wall * 1e6, cpu * 1e6)
 
 
-def _cpu_seconds() -> float:
+def _read_cpu_seconds() -> float:
+    """CPU time of this process, and of its children that have ended."""
     times = os.times()
+    # os.times counts this process in hundredths of a second; process_time is exact.
     return time.process_time() + times.children_user + times.children_system

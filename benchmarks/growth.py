@@ -1,4 +1,4 @@
-"""How a cost grows: the exponent that fits measured points best, and tables of numbers."""
+"""How a cost grows: the exponent that fits measured points best, and numbers as tables of text."""
 
 from __future__ import annotations
 
@@ -9,26 +9,40 @@ import numpy as np
 from shardkit.meshes.layout import table
 
 
-def exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | None:
+def fit_exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | None:
     """The exponent e of cost = c size^e, by least squares in logarithms, of all points that were measured.
 
-    None where fewer than two sizes are left.
+    For example costs 5, 40 and 320 of sizes 1, 4 and 16: they are 5 size^1.5, and the exponent is 1.5.
+
+    None where fewer than two sizes have a cost.
     """
-    kept = [(x, y) for x, y in zip(sizes, costs, strict=True) if y is not None and x > 0 and y > 0]
-    if len({x for x, _ in kept}) < 2:
+    points = []
+    for size, cost in zip(sizes, costs, strict=True):
+        if cost is not None and size > 0 and cost > 0:
+            points.append((size, cost))
+    if len({size for size, _ in points}) < 2:
         return None
-    x, y = np.log(np.array(kept, float)).T
-    return float(np.polyfit(x, y, 1)[0])
+    log_sizes, log_costs = np.log(np.array(points, float)).T
+    slope, _ = np.polyfit(log_sizes, log_costs, 1)
+    return float(slope)
 
 
-def cell(value: float | None, digits: int = 2, unit: float = 1) -> str:
+def format_number(value: float | None, digits: int = 2, unit: float = 1) -> str:
     """A number of a table; "-" where there is none."""
     if value is None:
         return "-"
-    return f"{round(value / unit, digits) + 0.0:,.{digits}f}"  # not -0.00, whose sign is the linear algebra's
+    # The sum makes 0.00 of -0.00, whose sign is the linear algebra's.
+    rounded = round(value / unit, digits) + 0.0
+    return f"{rounded:,.{digits}f}"
 
 
-def right(rows: Sequence[tuple[str, ...]]) -> str:
-    """A table whose columns, but for the first, end at the right, as columns of numbers do."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return table([(row[0], *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))) for row in rows])
+def align_right(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table as text whose columns, but for the first, end at the right, as columns of numbers do."""
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
+    aligned = []
+    for row in rows:
+        numbers = map(str.rjust, row[1:], widths[1:])
+        aligned.append((row[0], *numbers))
+    return table(aligned)

@@ -13,35 +13,41 @@ from typing import Any
 
 from benchmarks import large_model
 from benchmarks.functions import measure_functions
-from benchmarks.start import start
+from benchmarks.start import choose_rounds, start
 from shardkit import bench
 from shardkit.analysis import census, explain, lint
 from shardkit.analysis.jaxpr.step import trace_step
 
-INSTRUMENTS: dict[str, Callable[..., Any]] = {
-    "trace": lambda step, *args: trace_step(step, args),
-    "census": census,
-    "lint": lint,
-    "explain": explain,
-}
+
+def trace(step: Any, *args: Any) -> Any:
+    """The step's program, which every instrument reads."""
+    return trace_step(step, args)
+
+
+INSTRUMENTS: dict[str, Callable[..., Any]] = {"trace": trace, "census": census, "lint": lint, "explain": explain}
 # Model, FSDP devices, tensor-parallel devices.
-ROWS = (("1.5b", 4, 2), ("8b", 64, 8), ("70b", 512, 8))
+ROWS = [("1.5b", 4, 2), ("8b", 64, 8), ("70b", 512, 8)]
 
 
 def read_afresh(read: Callable[..., Any], model: str, fsdp: int, tp: int) -> None:
-    """One reading of a step that jax has not seen before."""
-    step, args = large_model.abstract(large_model.MODELS[model], fsdp=fsdp, tp=tp, batch=1, tokens=4096)
+    """One reading of a step that jax has not seen before: a new step has no trace that jax could remember."""
+    step, args = large_model.describe_step(large_model.MODELS[model], fsdp=fsdp, tp=tp, batch=1, tokens=4096)
     read(step, *args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Times `--rounds` readings."""
     options = start(__doc__, argv, devices=1)
-    rounds = 1 if options.smoke else options.rounds or 5
-    for model, fsdp, tp in ROWS[:1] if options.smoke else ROWS:
-        readings = {name: partial(read_afresh, read, model, fsdp, tp) for name, read in INSTRUMENTS.items()}
+    rows = ROWS
+    if options.smoke:
+        rows = ROWS[:1]
+    for model, fsdp, tp in rows:
+        readings = {}
+        for name, read in INSTRUMENTS.items():
+            readings[name] = partial(read_afresh, read, model, fsdp, tp)
         row = f"{model}, {fsdp * tp} devices"
-        bench.report(measure_functions("instruments", row, readings, rounds=rounds), options.json)
+        records = measure_functions("instruments", row, readings, rounds=choose_rounds(options, 5, smoke=1))
+        bench.report(records, options.json)
 
 
 if __name__ == "__main__":

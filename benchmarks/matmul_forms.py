@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import bench
+from benchmarks.compiled import describe_array
+from benchmarks.stored import compile_missing, read_by_case
+from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import topology_of
 from shardkit.bench.environment import environment
-from shardkit.bench.records import FORMAT, VERSION, Record, write
+from shardkit.bench.records import FORMAT, VERSION, Record
 from shardkit.cost import matmul_forms
 from shardkit.cost.matmul_forms import Matmul
 
@@ -95,7 +95,7 @@ class Row(NamedTuple):
         return str(topology_of(self.chip, max(self.shape.n, 4)))
 
 
-def rows() -> Iterator[Row]:
+def list_rows() -> Iterator[Row]:
     """All rows: the shapes from which the closed forms were made, on each chip, then the others."""
     for first in (0, 1):
         for chip in CHIPS:
@@ -103,78 +103,105 @@ def rows() -> Iterator[Row]:
                 yield Row(chip, shape)
 
 
-def forms(direction: str, n: int) -> tuple[str, ...]:
-    """The forms that differ: over two devices, and in the backward pass, both rings are one."""
-    if direction == "backward" or n == 2:
-        return ("gather", "ring")
-    return ("gather", "ring", "bidirectional")
+class Layer(NamedTuple):
+    """A kernel with the layer's arrays: two operands, and the result, which is also the shape of the cotangent."""
+
+    kernel: Callable[..., Any]
+    dims: tuple[tuple[int, int], ...]
+    specs: tuple[P, ...]
 
 
-def programs(shape: Shape) -> dict[str, Callable[[Any], tuple[Any, tuple[Any, ...]]]]:
-    """By kernel and pass: a function from `impl` to the jitted program and the shapes of its arguments."""
-    mesh = sk.abstract_mesh(data=max(1, 4 // shape.n), model=shape.n)
-    tokens, columns, rows = P("model"), P(None, "model"), P("model")
-    whole = shape.n * shape.tokens
-    sizes = {
-        "all_gather_matmul": ((whole, shape.width), (shape.width, shape.columns), (whole, shape.columns)),
-        "matmul_reduce_scatter": ((whole, shape.columns), (shape.columns, shape.width), (whole, shape.width)),
+def list_layers(shape: Shape) -> dict[str, Layer]:
+    """The kernels by name."""
+    tokens = shape.n * shape.tokens
+    split_rows = P("model")
+    split_columns = P(None, "model")
+    return {
+        "all_gather_matmul": Layer(
+            sk.all_gather_matmul,
+            ((tokens, shape.width), (shape.width, shape.columns), (tokens, shape.columns)),
+            (split_rows, split_columns, split_columns),
+        ),
+        "matmul_reduce_scatter": Layer(
+            sk.matmul_reduce_scatter,
+            ((tokens, shape.columns), (shape.columns, shape.width), (tokens, shape.width)),
+            (split_columns, split_rows, split_rows),
+        ),
     }
-    specs = {
-        "all_gather_matmul": (tokens, columns, columns),
-        "matmul_reduce_scatter": (columns, rows, tokens),
-    }
 
-    def forward(name: str, impl: Any) -> tuple[Any, tuple[Any, ...]]:
-        kernel = partial(getattr(sk, name), axis="model", impl=impl)
-        *operands, result = specs[name]
-        mapped = jax.shard_map(kernel, mesh=mesh, in_specs=tuple(operands), out_specs=result)
-        return jax.jit(mapped), arguments(name)[:2]
 
-    def backward(name: str, impl: Any) -> tuple[Any, tuple[Any, ...]]:
-        kernel = partial(getattr(sk, name), axis="model", impl=impl)
+class Pass(NamedTuple):
+    """One pass of one kernel, which is compiled alone: in one program a compiler may gather once for both passes."""
 
-        def pull(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> Any:
-            _, back = jax.vjp(kernel, x, w)
-            return back(cotangent)
+    kernel: str
+    direction: str  # "forward" or "backward"
 
-        mapped = jax.shard_map(pull, mesh=mesh, in_specs=specs[name], out_specs=specs[name][:2])
-        return jax.jit(mapped), arguments(name)
+    @property
+    def name(self) -> str:
+        """In one word for each."""
+        return f"{self.kernel} {self.direction}"
 
-    def arguments(name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def list_forms(self, n: int) -> tuple[str, ...]:
+        """The forms that differ: over two devices, and in the backward pass, both rings are one."""
+        if self.direction == "backward" or n == 2:
+            return ("gather", "ring")
+        return ("gather", "ring", "bidirectional")
+
+    def build_program(self, shape: Shape, impl: str) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted pass, and the shapes of its arguments."""
+        # A topology has at least four chips: two axes of two, if the kernel is over two.
+        mesh = sk.abstract_mesh(data=max(1, 4 // shape.n), model=shape.n)
+        layer = list_layers(shape)[self.kernel]
+        kernel: Any = partial(layer.kernel, axis="model", impl=impl)
+
+        def pull_back(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> Any:
+            _, backward = jax.vjp(kernel, x, w)
+            return backward(cotangent)
+
         arrays = []
-        for dims, spec in zip(sizes[name], specs[name], strict=True):
-            arrays.append(jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec)))
-        return tuple(arrays)
+        for dims, spec in zip(layer.dims, layer.specs, strict=True):
+            arrays.append(describe_array(mesh, spec, dims))
+        operand_specs = layer.specs[:2]
+        if self.direction == "forward":
+            mapped = jax.shard_map(kernel, mesh=mesh, in_specs=operand_specs, out_specs=layer.specs[2])
+            return jax.jit(mapped), tuple(arrays[:2])
+        mapped = jax.shard_map(pull_back, mesh=mesh, in_specs=layer.specs, out_specs=operand_specs)
+        return jax.jit(mapped), tuple(arrays)
 
-    made: dict[str, Callable[[Any], tuple[Any, tuple[Any, ...]]]] = {}
-    for name in sizes:
-        made[f"{name} forward"] = partial(forward, name)
-        made[f"{name} backward"] = partial(backward, name)
-    return made
+
+PASSES = tuple(Pass(kernel, direction) for kernel in KERNELS for direction in ("forward", "backward"))
 
 
 def compile_row(row: Row) -> Record:
     """What the compiler says of every form of a row."""
-    record: Record = {"format": FORMAT, "version": VERSION, "benchmark": "matmul_forms", "row": row.topology}
-    record |= {"case": row.name, "times": {}}
-    for program, make in programs(row.shape).items():
-        _, direction = program.split()
+    record: Record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "benchmark": "matmul_forms",
+        "row": row.topology,
+        "case": row.name,
+        "times": {},
+    }
+    for kernel_pass in PASSES:
         times = {}
-        for form in forms(direction, row.shape.n):
-            report = sk.aot.compile(*make(form), topology=row.topology)
+        for form in kernel_pass.list_forms(row.shape.n):
+            program, args = kernel_pass.build_program(row.shape, form)
+            report = sk.aot.compile(program, args, topology=row.topology)
             record["versions"] = report.versions
             if report.memory is not None:
-                times[form] = times_of(report)
-        record["times"][program] = times
+                times[form] = read_times(report)
+        record["times"][kernel_pass.name] = times
     return record | {"environment": environment()}
 
 
-def times_of(report: Any) -> dict[str, float]:
+def read_times(report: Report) -> dict[str, float]:
     """Microseconds by the time model, and MiB that the compute moves."""
-    seconds = {"compute": report.compute.seconds, "exposed": report.exposed_seconds, "wire": report.wire_seconds}
-    times = {name: round(1e6 * value, 3) for name, value in seconds.items()}
-    times["moved_mib"] = round(report.compute.bytes / 2**20, 2)
-    return times
+    return {
+        "compute": round(1e6 * report.compute.seconds, 3),
+        "exposed": round(1e6 * report.exposed_seconds, 3),
+        "wire": round(1e6 * report.wire_seconds, 3),
+        "moved_mib": round(report.compute.bytes / 2**20, 2),
+    }
 
 
 class Choice(NamedTuple):
@@ -187,51 +214,51 @@ class Choice(NamedTuple):
     slower: float  # than the best form, a fraction
 
 
-def choices(record: Record) -> dict[str, Choice]:
+def list_choices(record: Record) -> dict[str, Choice]:
     """Today's choices for a record, by kernel and pass."""
-    row = {str(row.name): row for row in rows()}[record["case"]]
+    [row] = [row for row in list_rows() if row.name == record["case"]]
     shape = row.shape
     chip = sk.cost.chips[row.chip]
     matmul = Matmul(shape.n, shape.tokens, shape.width, shape.columns // shape.n, value_bytes=2)
-    seconds = {
+    predictions = {
         "all_gather_matmul": matmul_forms.all_gather_matmul_seconds(matmul, chip),
         "matmul_reduce_scatter": matmul_forms.matmul_reduce_scatter_seconds(matmul, chip),
     }
-    found = {}
-    for program, times in record["times"].items():
-        kernel, direction = program.split()
-        form = getattr(seconds[kernel].fastest(), direction)
-        compiled = {name: time["compute"] + time["exposed"] for name, time in times.items()}
+    choices = {}
+    for kernel_pass in PASSES:
+        compiled = {}
+        for form, times in record["times"][kernel_pass.name].items():
+            compiled[form] = times["compute"] + times["exposed"]
         best = min(compiled, key=compiled.__getitem__)
-        predicted = 1e6 * getattr(seconds[kernel], direction)[form]
-        found[program] = Choice(form, best, predicted, compiled[form], compiled[form] / compiled[best] - 1)
-    return found
+        prediction = predictions[kernel_pass.kernel]
+        form = getattr(prediction.fastest(), kernel_pass.direction)
+        choices[kernel_pass.name] = Choice(
+            form,
+            best,
+            predicted=1e6 * getattr(prediction, kernel_pass.direction)[form],
+            compiled=compiled[form],
+            slower=compiled[form] / compiled[best] - 1,
+        )
+    return choices
 
 
-def table(records: Sequence[Record]) -> Iterator[str]:
+def format_table(records: Sequence[Record]) -> Iterator[str]:
     """A line for each record: of each kernel and pass the choice, and how much slower it is than the best form."""
-    programs = [f"{kernel} {direction}" for kernel in KERNELS for direction in ("forward", "backward")]
-    yield f"| row | {' | '.join(programs)} |"
-    yield "|---|" + len(programs) * "---|"
-    judged = []
+    yield f"| row | {' | '.join(kernel_pass.name for kernel_pass in PASSES)} |"
+    yield "|---|" + len(PASSES) * "---|"
+    fractions = []
     for record in records:
         cells = [record["case"]]
-        for choice in choices(record).values():
-            judged.append(choice.slower)
+        for choice in list_choices(record).values():
+            fractions.append(choice.slower)
             text = f"{choice.form} {choice.compiled:,.0f} us"
             if choice.slower > 0:
                 text += f" ({choice.best}: -{1 - 1 / (1 + choice.slower):.1%})"
             cells.append(text)
         yield f"| {' | '.join(cells)} |"
     for bound in (0, 0.02, 0.05):
-        yield f"within {bound:.0%} of the best form: {sum(slower <= bound for slower in judged)} of {len(judged)}"
-
-
-def stored(path: Path = RESULTS) -> dict[str, Record]:
-    """The records of a file, by row."""
-    if not path.exists():
-        return {}
-    return {record["case"]: record for record in bench.read(path)}
+        count = sum(slower <= bound for slower in fractions)
+        yield f"within {bound:.0%} of the best form: {count} of {len(fractions)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -240,13 +267,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="compile the rows whose name begins with this; 'none': no row")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    known = stored(options.results)
-    for row in rows():
-        if row.name.startswith(options.only) and row.name not in known:
-            known[row.name] = compile_row(row)
-            write([known[row.name]], options.results)
-            print(row.name, flush=True)
-    print("\n".join(table(list(known.values()))))
+    records = read_by_case(options.results)
+    rows = [row for row in list_rows() if row.name.startswith(options.only)]
+    compile_missing(rows, records, options.results, compile_row)
+    print("\n".join(format_table(list(records.values()))))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.growth import fit_exponent
+from benchmarks.processes import read_cpu_seconds, read_private_bytes
+
 HERE = Path(__file__).parent
-TIMEOUT = 300.0
 STEP = 3.0  # seconds: the deadline of a step in monitor_peers.py
+FAULTS = ("dies", "hangs")  # what rank 1 does at the end of a run
 COLUMNS = {
     "met": "met, s",
     "held_mb": "process 0's monitor, MB",
@@ -69,162 +72,223 @@ class Peers:
     """A job of monitors: so many processes, and the other ranks as sockets."""
 
     def __init__(self, size: int, processes: int):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.size, self.processes, self.begun = size, processes, time.monotonic()
+        self.size = size
+        self.processes = processes
+        self.start_time = time.monotonic()
         command = [sys.executable, "-I", "-S", str(HERE / "monitor_peers.py")]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.heard: list[dict[str, Any]] = []
-        given = {"port": port, "size": size, "token": secrets.token_hex(16)}
-        self.tell(given | {"processes": [0, processes], "simulated": [processes, size]})
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._messages: list[dict[str, Any]] = []
+        job = {
+            "port": find_free_port(),
+            "size": size,
+            "token": secrets.token_hex(16),
+            "processes": [0, processes],
+            "simulated": [processes, size],
+        }
+        self._send(job)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         """A command to the ranks that are sockets."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        self.process.stdin.flush()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Hears what all say until it is enough."""
-        assert self.process.stdout is not None
+    def _receive(self) -> dict[str, Any]:
+        """The next message of any rank."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"monitors: all ranks must wait for a fault; they ended first: {self._messages[-1:]}.")
+        message: dict[str, Any] = json.loads(line)
+        self._messages.append(message)
+        return message
+
+    def _receive_until(self, done: Callable[[], bool]) -> None:
         while not done():
-            line = self.process.stdout.readline()
-            if line:
-                self.heard.append(json.loads(line))
-            if not line or (what == "met" and self.heard[-1]["kind"] == "end"):
-                raise SystemExit(f"monitors: all ranks must wait for a fault; they ended first: {self.heard[-1:]}.")
+            self._receive()
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def list_messages(self, kind: str) -> list[dict[str, Any]]:
         """What was said of one kind."""
-        return [each for each in self.heard if each["kind"] == kind]
+        return [message for message in self._messages if message["kind"] == kind]
 
-    def last(self, kind: str, simulated: str) -> float:
-        """When the last rank said it."""
-        self.wait(lambda: len(self.of(kind)) >= self.processes and bool(self.of(simulated)), kind)
-        return max(each["at"] for each in self.of(kind) + self.of(simulated))
+    def wait_until_met(self) -> float:
+        """When the last rank had a place in the job: all processes, and all sockets, which say it at once."""
+        while len(self.list_messages("met")) < self.processes or not self.list_messages("welcome"):
+            if self._receive()["kind"] == "end":
+                raise SystemExit(f"monitors: all ranks must wait for a fault; they ended first: {self._messages[-1:]}.")
+        messages = self.list_messages("met") + self.list_messages("welcome")
+        return max(message["at"] for message in messages)
+
+    def find_monitors(self) -> dict[int, int]:
+        """The process of the monitor of each rank that is a process."""
+        return {message["rank"]: message["monitor"] for message in self.list_messages("met")}
 
     def plant(self, fault: str) -> None:
         """Has rank 1 die or hang."""
-        for each in self.of("met"):
-            if each["rank"] == 1 and fault == "dies":
-                os.kill(each["process"], signal.SIGKILL)
-            elif fault == "hangs":
-                os.kill(each["process"], signal.SIGUSR1 if each["rank"] == 1 else signal.SIGUSR2)
+        for message in self.list_messages("met"):
+            if fault == "hangs":
+                # The others wait for rank 1 in a step, as the ranks of a collective do.
+                signal_number = signal.SIGUSR2
+                if message["rank"] == 1:
+                    signal_number = signal.SIGUSR1
+                os.kill(message["process"], signal_number)
+            elif message["rank"] == 1:
+                os.kill(message["process"], signal.SIGKILL)
         if fault == "hangs" or self.processes < 2:
-            self.tell({fault: 1})
+            self._send({fault: 1})
 
-    def told(self, fault: str) -> list[dict[str, Any]]:
-        """What all ranks but one that died say of it."""
-        real = self.processes - (fault == "dies" and self.processes > 1)
-        sockets = self.size - self.processes - (fault == "dies" and self.processes == 1)
-        self.wait(lambda: len(self.of("end")) >= real, "end")
-        self.wait(lambda: max((each["ranks"] for each in self.of("over")), default=0) >= sockets, "over")
-        return [each for each in self.of("end") if each["rank"]] + self.of("over")  # process 0 ends 1.5 s after them
+    def wait_until_told(self, fault: str) -> float:
+        """When the last rank was told of the fault; a rank that died is told nothing.
 
-    def counts(self) -> dict[str, Any]:
+        Of process 0 it is not counted: it ends 1.5 s after all others, so that they hear of it.
+        """
+        processes = self.processes
+        sockets = self.size - self.processes
+        if fault == "dies" and self.processes > 1:
+            processes -= 1
+        elif fault == "dies":
+            sockets -= 1
+        self._receive_until(lambda: len(self.list_messages("end")) >= processes)
+        self._receive_until(lambda: self._count_told_sockets() >= sockets)
+        times = [message["at"] for message in self.list_messages("over")]
+        for message in self.list_messages("end"):
+            if message["rank"] != 0:
+                times.append(message["at"])
+        return max(times, default=math.nan)
+
+    def _count_told_sockets(self) -> int:
+        return max((message["ranks"] for message in self.list_messages("over")), default=0)
+
+    def read_counts(self) -> dict[str, Any]:
         """What the sockets have sent and heard so far."""
-        before = len(self.of("counts"))
-        self.tell({"counts": True})
-        self.wait(lambda: len(self.of("counts")) > before, "counts")
-        return self.of("counts")[-1]
+        count = len(self.list_messages("counts"))
+        self._send({"counts": True})
+        self._receive_until(lambda: len(self.list_messages("counts")) > count)
+        return self.list_messages("counts")[-1]
 
     def end(self) -> None:
         """Ends all of it."""
-        for each in self.of("met"):
-            for process in (each["process"], each["monitor"]):
-                with contextlib.suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+        for message in self.list_messages("met"):
+            _kill(message["process"])
+            _kill(message["monitor"])
+        self._process.kill()
+        self._process.wait()
 
 
-def memory(process: int) -> float:
-    """Bytes that a process holds and shares with no other one."""
-    rows = [line.split() for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()]
-    return sum(1024.0 * int(row[1]) for row in rows if row[0] in ("Private_Clean:", "Private_Dirty:"))
+def find_free_port() -> int:
+    """A port that no process listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def cpu_seconds(process: int) -> float:
-    """CPU time that a process has used."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _kill(process_id: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        os.kill(process_id, signal.SIGKILL)
 
 
-def measured(size: int, processes: int, seconds: float, empty: float) -> dict[str, Any]:
-    """One row: `empty` is what a monitor holds that knows one rank."""
+def measure_quiet_job(peers: Peers, seconds: float, empty: float) -> dict[str, float]:
+    """What the monitors hold, send and take while nothing happens: `empty` is what one holds that knows one rank."""
+    monitors = peers.find_monitors()
+    before = peers.read_counts()
+    cpu_before = read_cpu_seconds(monitors[0])
+    time.sleep(seconds)
+    after = peers.read_counts()
+    cpu = read_cpu_seconds(monitors[0]) - cpu_before
+    window = after["at"] - before["at"]
+    messages = 0
+    for field in ("sent", "heard"):
+        messages += after[field] - before[field]
+    sent_bytes = 0
+    for field in ("sent_bytes", "heard_bytes"):
+        sent_bytes += after[field] - before[field]
+    # The sockets alone are counted: of 10 ranks, 3 of which are processes, 7 of the 9 that process 0 hears.
+    all_ranks = (peers.size - 1) / (peers.size - peers.processes)
+    memory = read_private_bytes(monitors[0])
+    # Process 0's monitor holds what it knows of all ranks; any other one only its own.
+    other_memory = [read_private_bytes(monitors[rank]) / 1e6 for rank in range(1, peers.processes)]
+    other_median = math.nan
+    if other_memory:
+        other_median = statistics.median(other_memory)
+    return {
+        "cpu": cpu / window,
+        "messages": all_ranks * messages / window,
+        "kb": all_ranks * sent_bytes / window / 1e3,
+        "held_mb": memory / 1e6,
+        "held_kb_rank": (memory - empty) / 1e3 / (peers.size - 1),
+        "other_mb": other_median,
+    }
+
+
+def measure_fault(peers: Peers, fault: str) -> float:
+    """Seconds until the last rank is told of a fault, or of a hang from the deadline of the step on."""
+    planted = time.monotonic()
+    if fault == "hangs":
+        planted += STEP
+    peers.plant(fault)
+    return peers.wait_until_told(fault) - planted
+
+
+def measure_row(size: int, processes: int, seconds: float, empty: float) -> dict[str, Any]:
+    """One row, of a job for each fault: `empty` is what a monitor holds that knows one rank."""
     row: dict[str, Any] = {"n": size}
-    for fault in ("dies", "hangs"):
+    for fault in FAULTS:
         peers = Peers(size, processes)
         try:
-            met = peers.last("met", "welcome")
-            time.sleep(1.5)
+            met = peers.wait_until_met()
+            time.sleep(1.5)  # for what follows the meeting
+            # A job that waits for a fault is quiet: it is measured in the first of the two.
             if fault == "dies":
-                monitors = {each["rank"]: each["monitor"] for each in peers.of("met")}
-                before, used = peers.counts(), cpu_seconds(monitors[0])
-                time.sleep(seconds)
-                after, used = peers.counts(), cpu_seconds(monitors[0]) - used
-                window = after["at"] - before["at"]
-                scale = (size - 1) / (size - processes) / window
-                row |= {"met": met - peers.begun, "cpu": used / window}
-                row["messages"] = scale * sum(after[k] - before[k] for k in ("sent", "heard"))
-                row["kb"] = scale * sum(after[k] - before[k] for k in ("sent_bytes", "heard_bytes")) / 1e3
-                held = memory(monitors[0])
-                others = [memory(monitors[rank]) / 1e6 for rank in range(1, processes)]
-                row |= {"held_mb": held / 1e6, "held_kb_rank": (held - empty) / 1e3 / (size - 1)}
-                row["other_mb"] = statistics.median(others) if others else math.nan
-            planted = time.monotonic() + (STEP if fault == "hangs" else 0.0)
-            peers.plant(fault)
-            told = peers.told(fault)
-            row[fault] = max((each["at"] for each in told), default=math.nan) - planted
-            row[f"{fault}_text"] = peers.of("end")[0]["text"][:200]
+                row["met"] = met - peers.start_time
+                row |= measure_quiet_job(peers, seconds, empty)
+            row[fault] = measure_fault(peers, fault)
+            row[f"{fault}_text"] = peers.list_messages("end")[0]["text"][:200]
         finally:
             peers.end()
     return row
 
 
-def exponent(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """The exponent e of the column ~ n^e, by least squares of the logarithms."""
-    points = [(math.log(row["n"]), math.log(row[name])) for row in rows if row[name] > 0]
-    if len(points) < 2:
-        return math.nan
-    x, y = (statistics.mean(values) for values in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+def format_figure(value: float | None) -> str:
+    """A figure of the table in two or three digits; nothing where there is none."""
+    if value is None or math.isnan(value):
+        return ""
+    if value < 1:
+        return f"{value:.2f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as markdown, the exponents last."""
-
-    def figure(value: float) -> str:
-        return "" if math.isnan(value) else f"{value:.{2 if value < 1 else 1 if value < 100 else 0}f}"
-
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as markdown, the exponents of the columns ~ n^e last."""
     lines = [f"| n | {' | '.join(COLUMNS.values())} |", "|--:" * (len(COLUMNS) + 1) + "|"]
-    lines += [f"| {row['n']:,} | {' | '.join(figure(row[name]) for name in COLUMNS)} |" for row in rows]
-    return "\n".join([*lines, f"| exponent | {' | '.join(figure(exponent(rows, name)) for name in COLUMNS)} |"])
+    for row in rows:
+        cells = [format_figure(row[name]) for name in COLUMNS]
+        lines.append(f"| {row['n']:,} | {' | '.join(cells)} |")
+    sizes = [row["n"] for row in rows]
+    exponents = []
+    for name in COLUMNS:
+        exponent = fit_exponent(sizes, [row[name] for row in rows])
+        exponents.append(format_figure(exponent))
+    lines.append(f"| exponent | {' | '.join(exponents)} |")
+    return "\n".join(lines)
 
 
-def launched(processes: int) -> None:
+def measure_launch(processes: int) -> None:
     """A job of jax with a kill and a restart, by `shardkit launch`."""
-    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    killed, told, connected, goes_on = math.nan, [], [], math.nan
+    start_time = time.monotonic()
+    killed = math.nan
+    resumed = math.nan
+    connected = []
+    told = []
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "program.py"
         program.write_text(PROGRAM)
-        command = [
-            sys.executable,
-            "-m",
-            "shardkit",
-            "launch",
-            "-n",
-            str(processes),
-            "--devices",
-            "1",
-            "--restarts",
-            "1",
-        ]
-        job = subprocess.Popen(
-            [*command, "--", str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        launch = f"launch -n {processes} --devices 1 --restarts 1 --".split()
+        command = [sys.executable, "-m", "shardkit", *launch, str(program)]
+        cpu_before = _read_cpu_seconds_of_children()
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert job.stdout is not None
         for line in job.stdout:
             now = time.monotonic()
@@ -234,16 +298,49 @@ def launched(processes: int) -> None:
                 killed = float(line.split()[-1])
             elif "guard: process 1 died" in line:
                 told.append(now)
-            elif "loss" in line and len(connected) == 2 and math.isnan(goes_on):
-                goes_on = now
+            elif "loss" in line and len(connected) == 2 and math.isnan(resumed):
+                resumed = now
         code = job.wait()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu = _read_cpu_seconds_of_children() - cpu_before
+    seconds = time.monotonic() - start_time
     print(
-        f"{processes} processes of jax: connected after {connected[0] - begun:.0f} s; killed one, and {len(told)} said "
-        f"so within {max(told) - killed:.1f} s; the next loss {goes_on - killed:.0f} s after it; exit code {code}, "
-        f"{time.monotonic() - begun:.0f} s and {used:.0f} s of CPU time in all, load {os.getloadavg()[0]:.0f}"
+        f"{processes} processes of jax: connected after {connected[0] - start_time:.0f} s; killed one, and "
+        f"{len(told)} said so within {max(told) - killed:.1f} s; the next loss {resumed - killed:.0f} s after it; "
+        f"exit code {code}, {seconds:.0f} s and {cpu:.0f} s of CPU time in all, load {os.getloadavg()[0]:.0f}"
     )
+
+
+def _read_cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def raise_file_limit(largest: int) -> None:
+    """Lets this process and its children open as many files as the system allows: each rank is one."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    if limit < largest + 100:
+        raise SystemExit(
+            f"monitors: {largest} ranks need as many open files; the limit is {limit}. Raise it with ulimit -n, or "
+            "pass --simulated 100 1000."
+        )
+
+
+def measure_table(kind: str, sizes: Sequence[int], options: argparse.Namespace, empty: float) -> None:
+    """Measures jobs of these sizes, and prints their table."""
+    rows = []
+    for size in sizes:
+        processes = 1
+        if kind == "real":
+            # All but the last rank, which is a socket: it counts the messages.
+            processes = size - 1
+        row = measure_row(size, processes, options.seconds, empty)
+        rows.append(row)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps({"kind": kind, **row}) + "\n")
+    if rows:
+        print(f"\n{kind}\n\n{format_table(rows)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -257,28 +354,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")
     options = parser.parse_args(argv)
     if options.launch:
-        launched(options.launch)
+        measure_launch(options.launch)
         return 0
     if options.quick:
-        options.real, options.simulated, options.seconds = [3], [8, 40], 0.5
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if most < max(options.simulated, default=0) + 100:
-        raise SystemExit(
-            f"monitors: {max(options.simulated)} ranks need as many open files; the limit is {most}. Raise "
-            "it with ulimit -n, or pass --simulated 100 1000."
-        )
+        options.real = [3]
+        options.simulated = [8, 40]
+        options.seconds = 0.5
+    raise_file_limit(max(options.simulated, default=0))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, Python {sys.version.split()[0]}")
-    empty = measured(2, 1, 0.2, 0.0)["held_mb"] * 1e6
+    # Most of what a monitor holds is Python. What it holds for each rank is what is above this.
+    empty = measure_row(2, 1, 0.2, 0.0)["held_mb"] * 1e6
     print(f"a monitor that knows one other rank: {empty / 1e6:.1f} MB")
-    for kind, sizes in (("real", options.real), ("simulated", options.simulated)):
-        rows = []
-        for size in sizes:
-            rows.append(measured(size, size - 1 if kind == "real" else 1, options.seconds, empty))
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps({"kind": kind, **rows[-1]}) + "\n")
-        print(f"\n{kind}\n\n{table(rows)}" if rows else "")
+    measure_table("real", options.real, options, empty)
+    measure_table("simulated", options.simulated, options, empty)
     return 0
 
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from benchmarks.compiled import describe_array
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit._jax.backends import leave_out_idle_tpu
@@ -27,7 +27,8 @@ from shardkit.bench.environment import environment
 from shardkit.bench.records import FORMAT, Record, write
 from shardkit.meshes.layout import table
 
-TOPOLOGY, DEVICES = "v5e:2x4", 8
+TOPOLOGY = "v5e:2x4"
+DEVICES = 8
 IMPLS = ("gather", "ring", "bidirectional")
 QUICK = ("all_gather_matmul, gather", "all_gather_matmul, ring", "layers, prefetch")
 
@@ -43,206 +44,308 @@ class Size(NamedTuple):
     hidden: int = 32768
     layers: int = 8
 
-    def stack(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the stack's matrices."""
+    def describe_stack(self, mesh: Any, spec: P) -> dict[str, Any]:
+        """The stack's matrices, each with this layout."""
+        columns = self.hidden // 4
         return {
-            "up": (self.layers, self.width, self.hidden // 4),
-            "down": (self.layers, self.hidden // 4, self.width),
+            "up": describe_array(mesh, spec, (self.layers, self.width, columns)),
+            "down": describe_array(mesh, spec, (self.layers, columns, self.width)),
         }
 
 
-class Parts(NamedTuple):
-    """A jitted function that overlaps, the shapes of its arguments, and its compute and its communication alone.
+class Program(NamedTuple):
+    """A jitted function, and the shapes of its arguments."""
 
-    `alone` is None where only the compiled schedule tells the two apart.
+    function: Any
+    args: tuple[Any, ...]
+
+
+class Parts(NamedTuple):
+    """A program that overlaps, and its compute and its communication alone.
+
+    The last two are None where only the compiled schedule tells them apart.
     """
 
-    together: Any
-    args: tuple[Any, ...]
-    alone: tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None
+    together: Program
+    compute: Program | None
+    communication: Program | None
 
 
-def cases_of(mesh: Any, size: Size) -> dict[str, Callable[[], Parts]]:
+class Times(NamedTuple):
+    """Microseconds of the three programs."""
+
+    compute: float
+    communication: float
+    together: float
+
+
+def list_cases(mesh: Any, size: Size) -> dict[str, Callable[[], Parts]]:
     """The cases by name; each is built when it is called."""
     cases: dict[str, Callable[[], Parts]] = {}
     for impl in IMPLS:
-        cases[f"all_gather_matmul, {impl}"] = partial(gather_matmul, mesh, size, impl)
+        cases[f"all_gather_matmul, {impl}"] = partial(build_gather_matmul, mesh, size, impl)
     for impl in IMPLS:
-        cases[f"matmul_reduce_scatter, {impl}"] = partial(matmul_scatter, mesh, size, impl)
-    cases["layers"] = partial(layers, mesh, size, False)
-    cases["layers, prefetch"] = partial(layers, mesh, size, True)
+        cases[f"matmul_reduce_scatter, {impl}"] = partial(build_matmul_scatter, mesh, size, impl)
+    cases["layers"] = partial(build_layers, mesh, size, False)
+    cases["layers, prefetch"] = partial(build_layers, mesh, size, True)
     for name in ("gpipe", "one_f_one_b", "lockstep"):
-        cases[f"pipeline, {name}"] = partial(pipeline, mesh, size, name)
+        cases[f"pipeline, {name}"] = partial(build_pipeline, mesh, size, name)
     return cases
 
 
-def shape(mesh: Any, spec: P, *dims: int) -> jax.ShapeDtypeStruct:
-    """An array in bfloat16."""
-    return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-
-
-def mapped(mesh: Any, function: Any, specs: tuple[P, ...], out: P) -> Any:
+def map_over_mesh(mesh: Any, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """The function over the mesh, jitted."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-def gather_matmul(mesh: Any, size: Size, impl: Any) -> Parts:
+def choose_kernel(gather: Any, ring: Any, impl: str) -> Any:
+    """What a collective matmul sends with, by itself."""
+    if impl == "gather":
+        return gather
+    return partial(ring, bidirectional=impl == "bidirectional")
+
+
+def build_gather_matmul(mesh: Any, size: Size, impl: Any) -> Parts:
     """Tokens gathered and multiplied by columns."""
-    x = shape(mesh, P("x"), size.tokens, size.width)
-    w = shape(mesh, P(None, "x"), size.width, size.hidden)
-    whole = shape(mesh, P(), size.tokens, size.width)
-    by: Any = sk.all_gather if impl == "gather" else partial(sk.ring.all_gather, bidirectional=impl != "ring")
-    specs, out = (P("x"), P(None, "x")), P(None, "x")
-    both = mapped(mesh, lambda x, w: sk.all_gather_matmul(x, w, "x", impl=impl), specs, out)
-    alone = mapped(mesh, lambda x, w: sk.vary(x, "x") @ w, (P(), P(None, "x")), out)
-    gather = mapped(mesh, lambda x: by(x, "x"), (P("x"),), P("x"))
-    return Parts(both, (x, w), ((alone, (whole, w)), (gather, (x,))))
+    rows = P("x")
+    columns = P(None, "x")
+    split_x = describe_array(mesh, rows, (size.tokens, size.width))
+    gathered_x = describe_array(mesh, P(), (size.tokens, size.width))
+    w = describe_array(mesh, columns, (size.width, size.hidden))
+    kernel = choose_kernel(sk.all_gather, sk.ring.all_gather, impl)
+
+    def gather_and_multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return sk.all_gather_matmul(x, w, "x", impl=impl)
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return sk.vary(x, "x") @ w
+
+    def gather(x: jax.Array) -> jax.Array:
+        return kernel(x, "x")
+
+    return Parts(
+        together=Program(map_over_mesh(mesh, gather_and_multiply, (rows, columns), columns), (split_x, w)),
+        compute=Program(map_over_mesh(mesh, multiply, (P(), columns), columns), (gathered_x, w)),
+        communication=Program(map_over_mesh(mesh, gather, (rows,), rows), (split_x,)),
+    )
 
 
-def matmul_scatter(mesh: Any, size: Size, impl: Any) -> Parts:
+def build_matmul_scatter(mesh: Any, size: Size, impl: Any) -> Parts:
     """Products of rows, whose partial sums are scattered over tokens."""
-    h = shape(mesh, P(None, "x"), size.tokens, size.hidden)
-    w = shape(mesh, P("x"), size.hidden, size.width)
-    sums = shape(mesh, P(), size.tokens, size.width)
-    by: Any = sk.reduce_scatter if impl == "gather" else partial(sk.ring.reduce_scatter, bidirectional=impl != "ring")
-    specs = P(None, "x"), P("x")
-    both = mapped(mesh, lambda h, w: sk.matmul_reduce_scatter(h, w, "x", impl=impl), specs, P("x"))
-    alone = mapped(mesh, lambda h, w: h @ w, specs, P("x"))
-    scatter = mapped(mesh, lambda y: by(sk.vary(y, "x"), "x"), (P(),), P("x"))
-    return Parts(both, (h, w), ((alone, (h, w)), (scatter, (sums,))))
+    rows = P("x")
+    columns = P(None, "x")
+    h = describe_array(mesh, columns, (size.tokens, size.hidden))
+    w = describe_array(mesh, rows, (size.hidden, size.width))
+    sums = describe_array(mesh, P(), (size.tokens, size.width))
+    kernel = choose_kernel(sk.reduce_scatter, sk.ring.reduce_scatter, impl)
+
+    def multiply_and_scatter(h: jax.Array, w: jax.Array) -> jax.Array:
+        return sk.matmul_reduce_scatter(h, w, "x", impl=impl)
+
+    def multiply(h: jax.Array, w: jax.Array) -> jax.Array:
+        return h @ w
+
+    def scatter(y: jax.Array) -> jax.Array:
+        return kernel(sk.vary(y, "x"), "x")
+
+    return Parts(
+        together=Program(map_over_mesh(mesh, multiply_and_scatter, (columns, rows), rows), (h, w)),
+        compute=Program(map_over_mesh(mesh, multiply, (columns, rows), rows), (h, w)),
+        communication=Program(map_over_mesh(mesh, scatter, (P(),), rows), (sums,)),
+    )
 
 
-def layer(w: Any, x_tD: jax.Array) -> jax.Array:
+def apply_layer(w: Any, x_tD: jax.Array) -> jax.Array:
     """A residual feed-forward layer."""
     return x_tD + jax.nn.gelu(x_tD @ w["up"]) @ w["down"]
 
 
-def layers(mesh: Any, size: Size, prefetch: bool) -> Parts:
+def build_layers(mesh: Any, size: Size, prefetch: bool) -> Parts:
     """The forward pass of a stack whose weights are split, gathered layer by layer."""
 
     def loss(params: Any, batch: Any, keys: Any) -> sk.Mean:
-        x_tD = sk.scan_layers(layer, params["layers"], batch, prefetch=prefetch)
+        x_tD = sk.scan_layers(apply_layer, params["layers"], batch, prefetch=prefetch)
         return sk.Mean.of(x_tD.astype(jnp.float32) ** 2)
 
-    def gathers(stack: Any) -> Any:
-        def one(total: jax.Array, w: Any) -> Any:
-            return total + sum(jnp.sum(each) for each in jax.tree.leaves(sk.all_gather(w, "x"))), None
+    def gather_layer(total: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        # The sum uses what was gathered: else the compiler would remove the gathers.
+        matrices = jax.tree.leaves(sk.all_gather(w, "x"))
+        return total + sum(jnp.sum(matrix) for matrix in matrices), None
 
-        return lax.scan(one, sk.vary(jnp.bfloat16(0), "x"), stack)[0][None]
+    def gather_layers(stack: Any) -> jax.Array:
+        total, _ = lax.scan(gather_layer, sk.vary(jnp.bfloat16(0), "x"), stack)
+        return total[None]
 
-    plan = sk.fsdp("x", layerwise=("layers",), min_size=1)
-    given = {"layers": {name: jax.ShapeDtypeStruct(dims, jnp.bfloat16) for name, dims in size.stack().items()}}
-    rest = plan.layouts(given, mesh)["layers"]
-    params = {"layers": {name: shape(mesh, rest[name].rest, *dims) for name, dims in size.stack().items()}}
-    whole = {"layers": {name: shape(mesh, P(), *dims) for name, dims in size.stack().items()}}
-    split = {name: shape(mesh, P(None, "x"), *dims) for name, dims in size.stack().items()}
-    batch = shape(mesh, P("x"), size.tokens, size.width)
-    both, alone = (sk.make_eval_step(loss, mesh=mesh, plan=each) for each in (plan, sk.dp("x")))
+    plan = sk.fsdp("x", layerwise=("layers",), min_size=1)  # by default the small leaves of tests stay whole
+    gathered_params = {"layers": size.describe_stack(mesh, P())}
+    layouts = plan.layouts(gathered_params, mesh)["layers"]
+    split_stack = {}
+    for name, matrix in gathered_params["layers"].items():
+        split_stack[name] = describe_array(mesh, layouts[name].rest, matrix.shape)
+    batch = describe_array(mesh, P("x"), (size.tokens, size.width))
+    together = sk.make_eval_step(loss, mesh=mesh, plan=plan)
+    # Whole weights on every device: the same loss, and nothing to gather.
+    compute = sk.make_eval_step(loss, mesh=mesh, plan=sk.dp("x"))
+    communication = map_over_mesh(mesh, gather_layers, P(None, "x"), P("x"))
     return Parts(
-        both, (params, batch), ((alone, (whole, batch)), (mapped(mesh, gathers, P(None, "x"), P("x")), (split,)))
+        together=Program(together, ({"layers": split_stack}, batch)),
+        compute=Program(compute, (gathered_params, batch)),
+        communication=Program(communication, (size.describe_stack(mesh, P(None, "x")),)),
     )
 
 
-def pipeline(mesh: Any, size: Size, name: str) -> Parts:
+def build_pipeline(mesh: Any, size: Size, name: str) -> Parts:
     """Forward and backward of the stack in stages, with two microbatches for a stage."""
     stages = mesh.shape["x"]
 
     def embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
         return batch * shared["scale"]
 
-    def stage(stack: Any, x_tD: jax.Array, keys: Any) -> jax.Array:
-        return lax.scan(lambda x, w: (layer(w, x), None), x_tD, stack)[0]
+    def run_stage(stack: Any, x_tD: jax.Array, keys: Any) -> jax.Array:
+        def run_layer(x_tD: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return apply_layer(w, x_tD), None
 
-    def head(shared: Any, x_tD: jax.Array, batch: Any) -> sk.Mean:
+        y_tD, _ = lax.scan(run_layer, x_tD, stack)
+        return y_tD
+
+    def compute_loss(shared: Any, x_tD: jax.Array, batch: Any) -> sk.Mean:
         return sk.Mean.of((x_tD * shared["scale"]).astype(jnp.float32) ** 2)
 
-    pipe = sk.pipeline(getattr(sk.schedules, name)(stages, 2 * stages), "x")
-    grad_fn = pipe.value_and_grad(embed, stage, head)
+    schedule = getattr(sk.schedules, name)(stages, 2 * stages)
+    grad_fn = sk.pipeline(schedule, "x").value_and_grad(embed, run_stage, compute_loss)
 
     def step(params: Any, batch: Any) -> Any:
         mean, _, grads = grad_fn(params, batch, None)
         return sk.all_reduce(mean.total, "x"), grads["layers"]
 
-    both = mapped(mesh, step, ({"layers": P("x"), "scale": P()}, P()), (P(), P("x")))
-    stack = {name: shape(mesh, P("x"), *dims) for name, dims in size.stack().items()}
-    params = {"layers": stack, "scale": shape(mesh, P())}
-    return Parts(both, (params, shape(mesh, P(), size.tokens, size.width)), None)
+    param_specs = {"layers": P("x"), "scale": P()}
+    together = map_over_mesh(mesh, step, (param_specs, P()), (P(), P("x")))
+    params = {"layers": size.describe_stack(mesh, P("x")), "scale": describe_array(mesh, P(), ())}
+    batch = describe_array(mesh, P(), (size.tokens, size.width))
+    # No program sends what a pipeline sends, and computes nothing.
+    return Parts(Program(together, (params, batch)), compute=None, communication=None)
 
 
-def share_hidden(compute: float, communication: float, together: float) -> float | None:
-    """1 where together they take as long as the longer of the two, 0 where as long as their sum; None of nothing."""
+def compute_hidden_share(compute: float, communication: float, together: float) -> float | None:
+    """1 where together they take as long as the longer of the two, 0 where as long as their sum; None of nothing.
+
+    For example 10 of compute and 4 of communication, that take 12 together: of the 4, 2 hide, and the share is 0.5.
+    """
     if not communication:
         return None
-    return round((compute + communication - together) / min(compute, communication), 4)
+    hidden = compute + communication - together
+    return round(hidden / min(compute, communication), 4)
 
 
-def predicted(parts: Parts) -> tuple[float, float, float]:
-    """Microseconds of compute, of communication and of both, by the compiled schedule and the time model."""
-    report = sk.aot.compile(parts.together, parts.args, topology=TOPOLOGY)
-    compute, wire = report.compute.seconds * 1e6, report.wire_seconds * 1e6
-    return compute, wire, compute + report.exposed_seconds * 1e6
+def predict_times(parts: Parts) -> Times:
+    """Microseconds by the compiled schedule and the time model."""
+    report = sk.aot.compile(parts.together.function, parts.together.args, topology=TOPOLOGY)
+    compute = report.compute.seconds * 1e6
+    return Times(compute, report.wire_seconds * 1e6, compute + report.exposed_seconds * 1e6)
 
 
-def measured(parts: Parts, rounds: int) -> tuple[float, float, float]:
-    """The same, by the clock."""
-    assert parts.alone is not None
-    (compute, of_compute), (communication, of_communication) = parts.alone
-    pairs = {"compute": (compute, of_compute), "communication": (communication, of_communication)}
-    functions = {name: ready(*pair) for name, pair in (pairs | {"together": (parts.together, parts.args)}).items()}
-    found = measure_functions("overlap", "", functions, rounds=rounds)
-    one, other, both = (record["wall_us_median"] for record in found)
-    return one, other, both
+def measure_times(parts: Parts, rounds: int) -> Times:
+    """Microseconds by the clock."""
+    assert parts.compute is not None, "a pipeline is only predicted"
+    assert parts.communication is not None, "a pipeline is only predicted"
+    functions = {
+        "compute": make_call(parts.compute),
+        "communication": make_call(parts.communication),
+        "together": make_call(parts.together),
+    }
+    records = measure_functions("overlap", "", functions, rounds=rounds)
+    compute, communication, together = (record["wall_us_median"] for record in records)
+    return Times(compute, communication, together)
 
 
-def ready(function: Any, shapes: tuple[Any, ...]) -> Callable[[], Any]:
-    """The function on arrays of these shapes, compiled and called once."""
-    args = jax.tree.map(lambda s: jax.device_put(jnp.ones(s.shape, s.dtype), s.sharding), shapes)
-    jax.block_until_ready(function(*args))
-    return partial(function, *args)
+def make_call(program: Program) -> Callable[[], Any]:
+    """The call of a program on arrays of its shapes. It was called once, so that no round compiles."""
+    # Ones are finite in every layer, and of no other cost than a model's numbers.
+    args = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), program.args)
+    jax.block_until_ready(program.function(*args))
+    return partial(program.function, *args)
 
 
-def records(times: Mapping[str, tuple[float, float, float]], row: str, method: str, size: Size) -> list[Record]:
+def make_records(times: Mapping[str, Times], row: str, method: str, size: Size) -> list[Record]:
     """A record for each case."""
-    shared = {"format": FORMAT, "version": 1, "benchmark": "overlap", "row": row, "method": method}
-    shared |= size._asdict() | {"environment": environment()}
-    keys = ("compute_us", "communication_us", "together_us")
-    return [
-        {**shared, "case": name, **dict(zip(keys, (round(each, 3) for each in taken), strict=True))}
-        | {"hidden_share": share_hidden(*taken)}
-        for name, taken in times.items()
-    ]
+    records = []
+    machine = environment()
+    for name, case_times in times.items():
+        record = {
+            "format": FORMAT,
+            "version": 1,
+            "benchmark": "overlap",
+            "row": row,
+            "method": method,
+            **size._asdict(),
+            "environment": machine,
+            "case": name,
+            "compute_us": round(case_times.compute, 3),
+            "communication_us": round(case_times.communication, 3),
+            "together_us": round(case_times.together, 3),
+            "hidden_share": compute_hidden_share(*case_times),
+        }
+        records.append(record)
+    return records
 
 
-def lines(found: Sequence[Record]) -> str:
+def format_table(records: Sequence[Record]) -> str:
     """The records as a table; times in milliseconds."""
     rows = [("case", "compute ms", "communication ms", "their sum", "their maximum", "together", "hidden")]
-    for r in found:
-        one, other, both = (r[f"{name}_us"] / 1e3 for name in ("compute", "communication", "together"))
-        hidden = "" if r["hidden_share"] is None else f"{r['hidden_share']:.0%}"
-        rows.append((r["case"], *(f"{t:.3f}" for t in (one, other, one + other, max(one, other), both)), hidden))
-    how = "measured" if found[0]["method"] == "measured" else "predicted from the compiled schedule"
-    return f"{table(rows)}\n{found[0]['row']}, {how}"
+    for record in records:
+        compute = record["compute_us"] / 1e3
+        communication = record["communication_us"] / 1e3
+        hidden = ""
+        if record["hidden_share"] is not None:
+            hidden = f"{record['hidden_share']:.0%}"
+        row = (
+            record["case"],
+            f"{compute:.3f}",
+            f"{communication:.3f}",
+            f"{compute + communication:.3f}",
+            f"{max(compute, communication):.3f}",
+            f"{record['together_us'] / 1e3:.3f}",
+            hidden,
+        )
+        rows.append(row)
+    method = "predicted from the compiled schedule"
+    if records[0]["method"] == "measured":
+        method = "measured"
+    return f"{table(rows)}\n{records[0]['row']}, {method}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures on this machine's accelerators, or predicts."""
     leave_out_idle_tpu()
     options = start(__doc__, argv, devices=0, predict="for v5e:2x4, also where there are accelerators")
-    predict = options.predict or jax.default_backend() == "cpu"
-    mesh = sk.abstract_mesh(x=DEVICES) if predict else sk.make_mesh(x=-1)
-    row = TOPOLOGY if predict else f"{mesh.size} x {jax.devices()[0].device_kind}"
-    size = Size(1024, 512, 2048, 8) if options.smoke else Size()
-    times = {}
-    for name, make in cases_of(mesh, size).items():
-        parts = make()
-        if (options.smoke and name not in QUICK) or (parts.alone is None and not predict):
+    size = Size()
+    if options.smoke:
+        size = Size(tokens=1024, width=512, hidden=2048, layers=8)
+    # What runs on simulated devices has compute and communication on the same cores: nothing could hide.
+    if options.predict or jax.default_backend() == "cpu":
+        row = TOPOLOGY
+        method = "predicted"
+        mesh: Any = sk.abstract_mesh(x=DEVICES)
+    else:
+        mesh = sk.make_mesh(x=-1)
+        row = f"{mesh.size} x {jax.devices()[0].device_kind}"
+        method = "measured"
+    times: dict[str, Times] = {}
+    for name, build in list_cases(mesh, size).items():
+        if options.smoke and name not in QUICK:
             continue
-        times[name] = predicted(parts) if predict else measured(parts, options.rounds or 20)
+        parts = build()
+        if method == "predicted":
+            times[name] = predict_times(parts)
+        elif parts.compute is not None:
+            times[name] = measure_times(parts, options.rounds or 20)
+        else:
+            continue
         print(f"{name}: done", flush=True)
-    found = records(times, row, "predicted" if predict else "measured", size)
-    print(f"\n{lines(found)}")
+    records = make_records(times, row, method, size)
+    print(f"\n{format_table(records)}")
     if options.json:
-        write(found, options.json)
+        write(records, options.json)
 
 
 if __name__ == "__main__":

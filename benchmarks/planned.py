@@ -10,7 +10,7 @@ Rows in the file of results are not compiled again; the prediction beside them i
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
-from shardkit import bench, planner
+from benchmarks.stored import compile_missing, read_by_case
+from shardkit import planner
 from shardkit.analysis.hlo.report import Report
 from shardkit.bench.environment import environment
-from shardkit.bench.records import FORMAT, VERSION, write
+from shardkit.bench.records import FORMAT, VERSION, Record
 from shardkit.planner import Layout, Model
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.memory import count_held
@@ -55,31 +56,38 @@ class Row(NamedTuple):
         """The row in one line, by which the results are found again."""
         return f"{self.topology} {self.model} {self.layout} {self.local} x {self.sequence}"
 
-    def predicted(self, model: Model | None = None) -> Candidate:
+    @property
+    def batch(self) -> int:
+        """The sequences of a step."""
+        return self.local * self.layout.parts
+
+    def predict(self, model: Model | None = None) -> Candidate:
         """Today's prediction, of a model that may be another."""
-        model = MODELS[self.model] if model is None else model
-        job: Any = {"batch": self.local * self.layout.parts, "sequence": self.sequence}
-        return planner.estimate(model, self.layout, chip=self.topology.partition(":")[0], **job)
+        if model is None:
+            model = MODELS[self.model]
+        chip, _, _ = self.topology.partition(":")
+        return planner.estimate(model, self.layout, chip=chip, batch=self.batch, sequence=self.sequence)
 
-    def share(self, model: Model | None = None) -> Share:
+    def compute_share(self, model: Model | None = None) -> Share:
         """What one device has of the step, of a model that may be another."""
-        model = MODELS[self.model] if model is None else model
-        return find_share(model, self.layout, self.local * self.layout.parts, self.sequence)
+        if model is None:
+            model = MODELS[self.model]
+        return find_share(model, self.layout, self.batch, self.sequence)
 
-    def step(self, model: Model | None = None) -> tuple[sk.TrainStep, tuple[Any, Any]]:
+    def build_step(self, model: Model | None = None) -> tuple[Any, tuple[Any, Any]]:
         """The step that the candidate builds, and the shapes of its arguments."""
-        found, mesh = self.predicted(model), sk.abstract_mesh(**self.layout.axes)
-        accumulate = self.layout.accumulate
+        candidate = self.predict(model)
+        config = candidate.config()
         init, step = sk.make_train_step(
-            found.grad_fn(),
+            candidate.grad_fn(),
             optax.adam(1e-4),
-            mesh=mesh,
-            plan=found.plan(),
-            accumulate=accumulate,
+            mesh=sk.abstract_mesh(**self.layout.axes),
+            plan=candidate.plan(),
+            accumulate=self.layout.accumulate,
             precision="bf16",
         )
-        state = init.abstract(lambda key: sk.models.transformer.init(key, found.config()))
-        tokens = jax.ShapeDtypeStruct((self.local * self.layout.parts, self.sequence), jnp.int32)
+        state = init.abstract(lambda key: sk.models.transformer.init(key, config))
+        tokens = jax.ShapeDtypeStruct((self.batch, self.sequence), jnp.int32)
         return step, (state, {"tokens": tokens, "targets": tokens})
 
 
@@ -100,7 +108,7 @@ DRAWN = (
 )
 
 
-def rows() -> Iterator[Row]:
+def list_rows() -> Iterator[Row]:
     """The layouts, in the order in which they were compiled."""
     yield Row("h100:1x1x8", "1.5b", Layout(fsdp=8), 2)
     yield Row("v5p:2x2x2", "1.5b", Layout(fsdp=8), 2)
@@ -146,16 +154,24 @@ def rows() -> Iterator[Row]:
     yield from DRAWN
 
 
-def compiled(row: Row) -> dict[str, Any]:
+def compile_row(row: Row) -> Record:
     """What the compiler says of the row, as a record."""
-    step, args = row.step()
-    return record_of(row, sk.aot.compile(step, args, topology=row.topology))
+    step, args = row.build_step()
+    return make_record(row, sk.aot.compile(step, args, topology=row.topology))
 
 
-def record_of(row: Row, report: Report) -> dict[str, Any]:
+def make_record(row: Row, report: Report) -> Record:
     """A report as a record of the row."""
-    record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "benchmark": "planned", "row": row.topology}
-    record |= {"case": row.name, "fits": report.fits, "versions": report.versions, "environment": environment()}
+    record: Record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "benchmark": "planned",
+        "row": row.topology,
+        "case": row.name,
+        "fits": report.fits,
+        "versions": report.versions,
+        "environment": environment(),
+    }
     if report.memory is None:
         return record | {"needed": report.needed, "available": report.available}
     return record | {
@@ -172,67 +188,103 @@ def record_of(row: Row, report: Report) -> dict[str, Any]:
     }
 
 
-def stored(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The records of a file, by row."""
-    return {record["case"]: record for record in bench.read(path)} if path.exists() else {}
+def list_compiled(records: Mapping[str, Record]) -> list[tuple[Row, Record]]:
+    """The rows that have records, in their order."""
+    pairs = []
+    for row in list_rows():
+        if row.name in records:
+            pairs.append((row, records[row.name]))
+    return pairs
 
 
-def beside(row: Row, record: dict[str, Any]) -> dict[str, float]:
+def get_step_seconds(record: Record) -> float:
+    """A step as compiled: its compute, and what no compute hides."""
+    seconds: float = record["compute_seconds"] + record["exposed_seconds"]
+    return seconds
+
+
+def compute_ratios(row: Row, record: Record) -> dict[str, float]:
     """What is predicted of a row over what its record says; wire bytes as written and as compiled."""
-    found = row.predicted()
-    share = row.share()
+    candidate = row.predict()
+    share = row.compute_share()
     sent = sum(traffic.sent for traffic in count_traffic(share).values())
     return {
         "held": count_held(share) / record["held"],
-        "peak": found.bytes / record["peak"],
+        "peak": candidate.bytes / record["peak"],
         "written": sent / record["written"],
         "sent": sent / record["sent"],
-        "compute": found.compute_seconds / record["compute_seconds"],
-        "step": found.seconds / (record["compute_seconds"] + record["exposed_seconds"]),
+        "compute": candidate.compute_seconds / record["compute_seconds"],
+        "step": candidate.seconds / get_step_seconds(record),
     }
 
 
-def pairs(records: dict[str, dict[str, Any]]) -> list[tuple[float, float]]:
+def list_step_seconds(records: Mapping[str, Record]) -> list[tuple[float, float]]:
     """The step times of the rows that have records, predicted and compiled."""
-    known = [(row.predicted(), records[row.name]) for row in rows() if row.name in records]
-    return [(found.seconds, record["compute_seconds"] + record["exposed_seconds"]) for found, record in known]
+    seconds = []
+    for row, record in list_compiled(records):
+        seconds.append((row.predict().seconds, get_step_seconds(record)))
+    return seconds
 
 
-def tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau: the share of pairs of rows that both figures order alike, less the share that they do not."""
-    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+def compute_tau(points: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau: the share of pairs of points that both figures order alike, less the share that they do not.
+
+    For example (1, 1), (2, 3), (3, 2): two of the three pairs are ordered alike, one is not, and tau is 1/3.
+    """
+    alike = 0
+    unlike = 0
+    for first, second in combinations(points, 2):
+        sign = (first[0] - second[0]) * (first[1] - second[1])
+        alike += sign > 0
+        unlike += sign < 0
+    pairs = len(points) * (len(points) - 1) // 2
+    return (alike - unlike) / pairs
 
 
-def table(records: dict[str, dict[str, Any]]) -> Iterator[str]:
+COLUMNS = (
+    "layout",
+    "held, GB",
+    "peak, GB",
+    "ratio",
+    "as written, GB",
+    "ratio",
+    "as compiled",
+    "compute, ms",
+    "ratio",
+    "exposed, ms",
+    "step",
+)
+# Of each ratio, how far from 1 is close.
+BOUNDS = (("held", 0.01), ("peak", 0.05), ("peak", 0.1), ("written", 1e-9), ("sent", 1e-3))
+
+
+def format_table(records: Mapping[str, Record]) -> Iterator[str]:
     """The rows that have records, as Markdown."""
-    heads = [
-        "layout",
-        "held, GB",
-        "peak, GB",
-        "ratio",
-        "as written, GB",
-        "ratio",
-        "as compiled",
-        "compute, ms",
-        "ratio",
-    ]
-    yield f"| {' | '.join([*heads, 'exposed, ms', 'step'])} |"
-    yield "|---|" + 10 * "--:|"
-    for row in rows():
-        if row.name not in records:
-            continue
-        record, ratio = records[row.name], beside(row, records[row.name])
-        cells = [row.name, f"{record['held'] / 1e9:.2f}", f"{record['peak'] / 1e9:.2f}", f"{ratio['peak']:.3f}"]
-        cells += [f"{record['written'] / 1e9:.2f}", f"{ratio['written']:.6f}", f"{ratio['sent']:.3f}"]
-        cells += [f"{1e3 * record['compute_seconds']:.1f}", f"{ratio['compute']:.2f}"]
-        cells += [f"{1e3 * record['exposed_seconds']:.1f}", f"{ratio['step']:.2f}"]
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---|" + (len(COLUMNS) - 1) * "--:|"
+    all_ratios = []
+    for row, record in list_compiled(records):
+        ratios = compute_ratios(row, record)
+        all_ratios.append(ratios)
+        cells = [
+            row.name,
+            f"{record['held'] / 1e9:.2f}",
+            f"{record['peak'] / 1e9:.2f}",
+            f"{ratios['peak']:.3f}",
+            f"{record['written'] / 1e9:.2f}",
+            f"{ratios['written']:.6f}",
+            f"{ratios['sent']:.3f}",
+            f"{1e3 * record['compute_seconds']:.1f}",
+            f"{ratios['compute']:.2f}",
+            f"{1e3 * record['exposed_seconds']:.1f}",
+            f"{ratios['step']:.2f}",
+        ]
         yield f"| {' | '.join(cells)} |"
-    ratios = [beside(row, records[row.name]) for row in rows() if row.name in records]
-    for name, bound in (("held", 0.01), ("peak", 0.05), ("peak", 0.1), ("written", 1e-9), ("sent", 1e-3)):
-        within = sum(abs(ratio[name] - 1) <= bound for ratio in ratios)
-        yield f"{name}: {within} of {len(ratios)} within {bound:g}"
-    yield f"Kendall's tau of {len(ratios)} step times: {tau(pairs(records)):.3f}"
+    for name, bound in BOUNDS:
+        count = sum(abs(ratios[name] - 1) <= bound for ratios in all_ratios)
+        yield f"{name}: {count} of {len(all_ratios)} within {bound:g}"
+    tau = compute_tau(list_step_seconds(records))
+    yield f"Kendall's tau of {len(all_ratios)} step times: {tau:.3f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -243,13 +295,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    known = stored(options.results)
-    for row in rows():
-        if options.only in row.name and row.name not in known:
-            known[row.name] = compiled(row)
-            write([known[row.name]], options.results)
-            print(row.name, flush=True)
-    print("\n".join(table(known)))
+    records = read_by_case(options.results)
+    rows = [row for row in list_rows() if options.only in row.name]
+    compile_missing(rows, records, options.results, compile_row)
+    print("\n".join(format_table(records)))
 
 
 if __name__ == "__main__":

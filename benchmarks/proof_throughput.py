@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import hypothesis
 import numpy as np
@@ -21,40 +22,43 @@ from shardkit.testing.chains import Chain
 
 def prove(examples: int) -> int:
     """Proves so many programs, always the same ones; returns how many were run."""
-    done = 0
+    count = 0
 
     @hypothesis.settings(
         max_examples=examples,
-        derandomize=True,
+        derandomize=True,  # the same programs in every run, so that two runs compare
         database=None,
-        deadline=None,
+        deadline=None,  # the first example of a shape compiles
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(programs())
-    def law(program: Chain) -> None:
-        nonlocal done
+    def check_program(program: Chain) -> None:
+        nonlocal count
         x = program.blocks()
-        got = emulate(program.kernel, program.sizes, program.spec, program.spec)(x)
-        np.testing.assert_array_equal(np.asarray(got), program.reference(x))
-        done += 1
+        emulated = emulate(program.kernel, program.sizes, program.spec, program.spec)(x)
+        np.testing.assert_array_equal(np.asarray(emulated), program.reference(x))
+        count += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
-        law()
-    return done
+        check_program()
+    return count
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the rate, and appends a record to `--json`; `--calls` is the number of examples."""
     options = start(__doc__, argv, devices=1)
-    asked = 3 if options.smoke else options.calls or 300
+    examples = options.calls or 300
+    if options.smoke:
+        examples = 3
     prove(1)  # what is paid once: imports, the first compilation
-    row = f"{asked} random programs, emulated"
-    records = measure_functions("proof_throughput", row, {"prove": lambda: prove(asked)}, rounds=options.rounds or 1)
-    bench.report(records, options.json)
-    [record] = records
-    wall, cpu = (asked / record[f"{clock}_us_median"] * 1e6 for clock in ("wall", "cpu"))
-    print(f"{wall:.1f} programs a second, {cpu:.1f} a second of CPU time")
+    row = f"{examples} random programs, emulated"
+    proof = {"prove": partial(prove, examples)}
+    [record] = measure_functions("proof_throughput", row, proof, rounds=options.rounds or 1)
+    bench.report([record], options.json)
+    wall_rate = examples / record["wall_us_median"] * 1e6
+    cpu_rate = examples / record["cpu_us_median"] * 1e6
+    print(f"{wall_rate:.1f} programs a second, {cpu_rate:.1f} a second of CPU time")
 
 
 if __name__ == "__main__":

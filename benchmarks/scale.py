@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +23,17 @@ import numpy as np
 import optax
 
 import shardkit as sk
-from benchmarks.growth import cell, exponent, right
-from benchmarks.start import start
+from benchmarks.growth import align_right, fit_exponent, format_number
+from benchmarks.processes import read_peak_resident_bytes, read_resident_bytes
+from benchmarks.start import choose_rounds, start
 from shardkit.bench.environment import environment
 from shardkit.bench.records import FORMAT, Record, write
 from shardkit.models import transformer
 
 EIGHT = {"data": 2, "fsdp": 2, "model": 2}
-COMPILED = 32  # devices, at most
-GROUPS = re.compile(r"(replica_groups|source_target_pairs) = dense<[^>]*> : tensor<[^>]*>")  # of jax's collectives
+COMPILED = 32  # devices, at most: simulated ones are threads of this machine
+# The lists of devices of jax's collectives.
+GROUPS = re.compile(r"(replica_groups|source_target_pairs) = dense<[^>]*> : tensor<[^>]*>")
 COSTS = ("trace_cpu_s", "lower_cpu_s", "compile_cpu_s", "compile_rss_bytes", "temp_bytes", "program_bytes")
 
 
@@ -56,130 +56,206 @@ class Point(NamedTuple):
         """The sizes of the transformer."""
         return transformer.Config(layers=self.layers, dim=self.dim, heads=8)
 
-    def params(self) -> Any:
+    @property
+    def size(self) -> int:
+        """What the sweep is against, at this point."""
+        size: int = getattr(self, self.sweep)
+        return size
+
+    def describe_params(self) -> Any:
         """Shapes of the parameters."""
         return jax.eval_shape(lambda: transformer.init(jax.random.key(0), self.config))
 
     @property
     def parameters(self) -> int:
         """How many parameters the transformer has."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params()))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.describe_params()))
 
 
-def axes_of(devices: int) -> dict[str, int]:
-    """The mesh of a power of two: a third of its factors for "model", up to 8, half of the others for "fsdp"."""
-    k = devices.bit_length() - 1
-    model = min(k // 3, 3)
-    fsdp = (k - model) // 2
-    return {"data": 2 ** (k - model - fsdp), "fsdp": 2**fsdp, "model": 2**model}
+def choose_axes(devices: int) -> dict[str, int]:
+    """The mesh of a power of two: a third of its factors for "model", up to 8, half of the others for "fsdp".
+
+    For example 64 devices have 6 factors of two: 2 for "model", 2 of the other 4 for "fsdp", 2 for "data": 4 x 4 x 4.
+    """
+    factors = devices.bit_length() - 1
+    model = min(factors // 3, 3)
+    fsdp = (factors - model) // 2
+    data = factors - model - fsdp
+    return {"data": 2**data, "fsdp": 2**fsdp, "model": 2**model}
 
 
 SWEEPS = (
-    [Point("devices", axes_of(2**k)) for k in range(13)],
+    [Point("devices", choose_axes(2**k)) for k in range(13)],
     [Point("layers", EIGHT, layers=count) for count in (1, 8, 64)],
     [Point("microbatches", {"data": 2, "stage": 4}, microbatches=count) for count in (4, 16, 64)],
     [Point("parameters", EIGHT, dim=dim) for dim in (64, 256, 1024)],
 )
 
 
-def traced(point: Point, mesh: Any) -> Any:
+def trace_step(point: Point, mesh: Any) -> Any:
     """The trace of the step, as in a fresh process."""
+    # Else a point with the layers of the one before would find their trace.
     jax.clear_caches()
-    grad_fn: Any
     if "stage" in point.mesh:
-        pieces = transformer.pieces(point.config, transformer.Axes(stage="stage"))
-        pipe = sk.pipeline(sk.schedules.one_f_one_b(point.mesh["stage"], point.microbatches), "stage")
-        grad_fn, plan = pipe.value_and_grad(*pieces, layer_numbers=True), sk.chain(sk.dp("data"), pipe.plan)
+        grad_fn, plan = make_pipeline(point)
     else:
-        grad_fn = sk.value_and_grad(transformer.loss_fn(point.config, transformer.Axes(model="model")))
-        rules = transformer.tensor_rules(point.config, "model", point.mesh["model"])
-        plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", layerwise=("layers",)), sk.tp("model", rules))
+        grad_fn, plan = make_fsdp_tp(point)
     init, step = sk.make_train_step(grad_fn, optax.adam(1e-3), mesh=mesh, plan=plan)
     examples = 2 * point.microbatches * point.mesh["data"] * point.mesh.get("fsdp", 1)
     tokens = jax.ShapeDtypeStruct((examples, 64), jnp.int32)
-    return step.trace(init.abstract(point.params()), {"tokens": tokens, "targets": tokens})
+    return step.trace(init.abstract(point.describe_params()), {"tokens": tokens, "targets": tokens})
 
 
-def built(point: Point, rounds: int) -> dict[str, Any]:
+def make_pipeline(point: Point) -> tuple[Any, sk.Plan]:
+    """A 1F1B pipeline x data parallelism."""
+    pieces = transformer.pieces(point.config, transformer.Axes(stage="stage"))
+    schedule = sk.schedules.one_f_one_b(point.mesh["stage"], point.microbatches)
+    pipe = sk.pipeline(schedule, "stage")
+    grad_fn = pipe.value_and_grad(*pieces, layer_numbers=True)
+    return grad_fn, sk.chain(sk.dp("data"), pipe.plan)
+
+
+def make_fsdp_tp(point: Point) -> tuple[Any, sk.Plan]:
+    """Data parallelism x FSDP x tensor parallelism."""
+    loss_fn = transformer.loss_fn(point.config, transformer.Axes(model="model"))
+    rules = transformer.tensor_rules(point.config, "model", point.mesh["model"])
+    plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", layerwise=("layers",)), sk.tp("model", rules))
+    return sk.value_and_grad(loss_fn), plan
+
+
+def measure_building(point: Point, rounds: int) -> dict[str, Any]:
     """Median CPU seconds to trace and to lower a step over a mesh without devices, and the size of the program."""
-    times, text = [], ""
+    trace_seconds = []
+    lower_seconds = []
+    text = ""
     for _ in range(rounds):
-        begun = time.process_time()
-        program = traced(point, sk.abstract_mesh(**point.mesh))
-        between = time.process_time()
+        start_time = time.process_time()
+        program = trace_step(point, sk.abstract_mesh(**point.mesh))
+        traced_time = time.process_time()
         lowered = program.lower(lowering_platforms=("cpu",))
-        times.append((between - begun, time.process_time() - between))
+        lowered_time = time.process_time()
+        trace_seconds.append(traced_time - start_time)
+        lower_seconds.append(lowered_time - traced_time)
         text = lowered.as_text()
-    trace, lower = np.median(times, axis=0)
-    sizes = {"program_bytes": len(text), "program_bytes_without_groups": len(without_groups(text))}
-    return {"trace_cpu_s": round(trace, 4), "lower_cpu_s": round(lower, 4), **sizes}
+    return {
+        "trace_cpu_s": round(float(np.median(trace_seconds)), 4),
+        "lower_cpu_s": round(float(np.median(lower_seconds)), 4),
+        "program_bytes": len(text),
+        "program_bytes_without_groups": len(remove_groups(text)),
+    }
 
 
-def without_groups(text: str) -> str:
+def remove_groups(text: str) -> str:
     """A lowered program without the lists of devices that jax writes beside every collective."""
     return GROUPS.sub("", text)
 
 
-def compiled(point: Point) -> dict[str, Any]:
+def measure_compilation(point: Point) -> dict[str, Any]:
     """CPU seconds to compile a step on this process's devices, and the memory that it will need on each."""
-    lowered = traced(point, sk.make_mesh(jax.devices()[: point.devices], **point.mesh)).lower()
-    before, begun = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), time.process_time()
+    mesh = sk.make_mesh(jax.devices()[: point.devices], **point.mesh)
+    lowered = trace_step(point, mesh).lower()
+    # What is held already are jax, the trace and the lowered program.
+    resident = read_resident_bytes()
+    start_time = time.process_time()
     memory = lowered.compile().memory_analysis()
+    seconds = time.process_time() - start_time
     return {
-        "compile_cpu_s": round(time.process_time() - begun, 4),
-        "compile_rss_bytes": max(0, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
+        "compile_cpu_s": round(seconds, 4),
+        "compile_rss_bytes": max(0, read_peak_resident_bytes() - resident),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
     }
 
 
-def in_child(point: Point) -> dict[str, Any]:
-    """`compiled` in a process of its own."""
+def measure_in_child(point: Point) -> dict[str, Any]:
+    """`measure_compilation` in a process of its own, which has as many devices, and no memory of other points."""
     command = [sys.executable, "-m", "benchmarks.scale", "--child", json.dumps(point._asdict())]
-    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout))
+    child = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    return dict(json.loads(child.stdout))
 
 
-def record(point: Point, here: Mapping[str, Any], rounds: int) -> Record:
+def run_child(argument: str) -> None:
+    """Compiles the point that the parent has sent, and prints what that took."""
+    point = Point(**json.loads(argument))
+    sk.simulate_devices(point.devices)
+    print(json.dumps(measure_compilation(point)))
+
+
+def make_record(point: Point, machine: Mapping[str, Any], rounds: int) -> Record:
     """The record of one point; what was not compiled is None."""
-    size = getattr(point, point.sweep)
-    found = dict.fromkeys([*COSTS, "argument_bytes"]) | built(point, rounds)
-    found |= in_child(point) if point.devices <= COMPILED else {}
-    sizes = {"size": size, "parameters": point.parameters, "devices": point.devices, "mesh": point.mesh}
-    head = {"format": FORMAT, "version": 1, "benchmark": "scale", "row": point.sweep}
-    return {**head, "case": f"{point.sweep}={size}", **sizes, **found, "rounds": rounds, "environment": here}
+    record = {
+        "format": FORMAT,
+        "version": 1,
+        "benchmark": "scale",
+        "row": point.sweep,
+        "case": f"{point.sweep}={point.size}",
+        "size": point.size,
+        "parameters": point.parameters,
+        "devices": point.devices,
+        "mesh": point.mesh,
+        **dict.fromkeys([*COSTS, "argument_bytes"]),
+    }
+    record |= measure_building(point, rounds)
+    if point.devices <= COMPILED:
+        record |= measure_in_child(point)
+    return record | {"rounds": rounds, "environment": machine}
 
 
-def lines(records: Sequence[Record]) -> str:
+def format_table(records: Sequence[Record]) -> str:
     """The records of a sweep as a table, whose last row has the exponents."""
-    head = ("trace s", "lower s", "compile s", "compile MiB", "temp KiB", "program KiB")
-    rows: list[tuple[str, ...]] = [(records[0]["row"], "mesh", *head)]
-    points = [r for r in records if "size" in r]
-    for r in points:
-        seconds = [cell(r[key]) for key in COSTS[:3]]
-        sizes = [cell(r["compile_rss_bytes"], 0, 2**20), *(cell(r[key], 0, 1024) for key in COSTS[4:])]
-        mesh = ", ".join(f"{axis}={n}" for axis, n in r["mesh"].items())
-        rows.append((f"{r['size']:,}", mesh, *seconds, *sizes))
-    fits = (exponent([r["size"] for r in points], [r[key] for r in points]) for key in COSTS)
-    return right([*rows, ("exponent", "", *map(cell, fits))])
+    points = [record for record in records if "size" in record]
+    rows: list[tuple[str, ...]] = [
+        (
+            records[0]["row"],
+            "mesh",
+            "trace s",
+            "lower s",
+            "compile s",
+            "compile MiB",
+            "temp KiB",
+            "program KiB",
+        )
+    ]
+    for point in points:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in point["mesh"].items())
+        row = (
+            f"{point['size']:,}",
+            mesh,
+            format_number(point["trace_cpu_s"]),
+            format_number(point["lower_cpu_s"]),
+            format_number(point["compile_cpu_s"]),
+            format_number(point["compile_rss_bytes"], 0, 2**20),
+            format_number(point["temp_bytes"], 0, 1024),
+            format_number(point["program_bytes"], 0, 1024),
+        )
+        rows.append(row)
+    sizes = [point["size"] for point in points]
+    cells = ["exponent", ""]
+    for field in COSTS:
+        costs = [point[field] for point in points]
+        cells.append(format_number(fit_exponent(sizes, costs)))
+    rows.append(tuple(cells))
+    return align_right(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures every sweep."""
     options = start(__doc__, argv, devices=1)
-    sweeps = [[Point("devices", axes_of(count)) for count in (1, 4096)]] if options.smoke else SWEEPS
-    here, rounds = environment(), options.rounds or (1 if options.smoke else 3)
-    built(sweeps[0][0], rounds=1)  # the first trace of a process imports and caches
+    sweeps: Sequence[list[Point]] = SWEEPS
+    if options.smoke:
+        sweeps = [[Point("devices", choose_axes(count)) for count in (1, 4096)]]
+    rounds = choose_rounds(options, 3, smoke=1)
+    machine = environment()
+    measure_building(sweeps[0][0], rounds=1)  # the first trace of a process imports and caches
     for points in sweeps:
-        records = [record(point, here, rounds) for point in points]
-        print(f"\n{lines(records)}", flush=True)
+        records = [make_record(point, machine, rounds) for point in points]
+        print(f"\n{format_table(records)}", flush=True)
         if options.json:
             write(records, options.json)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        asked = Point(**json.loads(sys.argv[2]))
-        sk.simulate_devices(asked.devices)
-        print(json.dumps(compiled(asked)))
+        run_child(sys.argv[2])
     else:
         main()

@@ -10,10 +10,12 @@ cot and kept are slots for stage inputs, cotangents and weight-gradient residual
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,38 +25,66 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks.growth import cell, exponent, right
-from benchmarks.start import start
+from benchmarks.growth import align_right, fit_exponent, format_number
+from benchmarks.start import choose_calls, choose_rounds, start
 from shardkit import bench
 from shardkit.bench.records import Record, write
 
-BUILDERS = {name: each for name in sk.schedules.__all__ if inspect.isfunction(each := getattr(sk.schedules, name))}
-STAGES, VOCABULARY = 4, 64
+STAGES = 4
+VOCABULARY = 64
 SPECS = {"layers": P("stage"), "table": P(), "gain": P()}
+SLOTS = ("slots_inputs", "slots_saved", "slots_cotangents", "slots_kept")
+Step = Callable[..., Any]
 
 
-def builder(name: str, devices: int, microbatches: int) -> sk.schedules.Schedule:
+def list_builders() -> dict[str, Callable[..., sk.schedules.Schedule]]:
+    """The functions of `sk.schedules` that make a schedule, by name: a new one is measured without a line here."""
+    builders: dict[str, Callable[..., sk.schedules.Schedule]] = {}
+    for name in sk.schedules.__all__:
+        function = getattr(sk.schedules, name)
+        if inspect.isfunction(function):
+            builders[name] = function
+    return builders
+
+
+BUILDERS = list_builders()
+
+
+def build_schedule(name: str, devices: int, microbatches: int) -> sk.schedules.Schedule:
     """The schedule of that name, with two chunks a device if it takes them; lockstep has one."""
-    chunked = "chunks" in inspect.signature(BUILDERS[name]).parameters and name != "lockstep"
-    return BUILDERS[name](devices, microbatches, *[2] * chunked)
+    build = BUILDERS[name]
+    if "chunks" in inspect.signature(build).parameters and name != "lockstep":
+        return build(devices, microbatches, 2)
+    return build(devices, microbatches)
 
 
-def work(schedule: sk.schedules.Schedule, mode: str) -> float:
+def count_work(schedule: sk.schedules.Schedule, mode: str) -> float:
     """What all devices compute, over what the model without a pipeline computes: F takes 1, I and W 1 each.
 
     A backward pass recomputes its forward pass. Masked, every device computes each kind of op of a tick; in branches,
     its own alone.
+
+    For example GPipe with 8 microbatches on 4 devices, masked: 8 + 3 ticks of F and as many of B, which takes 3. All 4
+    devices compute in each: 11 (1 + 3) 4 = 176. The model computes 3 x 8 for each of 4 stages: 96. The ratio is 1.83.
     """
     if mode == "branch":
         total = sum(schedule.simulate(1, 3, weight_grad=1).busy)
     else:
-        costs = {"F": 1.0, "B": 3.0, "I": 2.0, "W": 1.0}
-        total = 0.0
-        for segment in schedule.table(saved=False).segments:
-            # Where some devices run B and others I, B is I with W after it.
-            kinds = set(segment.ops) - ({"I"} if "B" in segment.ops else set())
-            total += segment.ticks * sum(costs[op] for op in kinds) * schedule.devices / schedule.chunks
+        total = _count_masked_work(schedule)
     return total / (3 * schedule.devices * schedule.microbatches)
+
+
+def _count_masked_work(schedule: sk.schedules.Schedule) -> float:
+    costs = {"F": 1.0, "B": 3.0, "I": 2.0, "W": 1.0}
+    total = 0.0
+    for segment in schedule.table(saved=False).segments:
+        kinds = set(segment.ops)
+        if "B" in kinds:
+            # Where some devices run B and others I, B is I with W after it.
+            kinds.discard("I")
+        tick = sum(costs[kind] for kind in kinds)
+        total += segment.ticks * tick * schedule.devices / schedule.chunks
+    return total
 
 
 def make_params(layers: int, dim: int, hidden: int, dtype: Any = np.float32) -> Any:
@@ -73,100 +103,161 @@ def embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
     return shared["table"][batch["tokens"]]
 
 
-def stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+def run_stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
     """Residual feed-forward layers."""
 
-    def layer(x: jax.Array, w: Any) -> Any:
+    def apply_layer(x: jax.Array, w: Any) -> Any:
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
-    return lax.scan(layer, x, layers)[0]
+    y, _ = lax.scan(apply_layer, x, layers)
+    return y
 
 
-def head(shared: Any, x: jax.Array, batch: Any) -> sk.Mean:
+def compute_loss(shared: Any, x: jax.Array, batch: Any) -> sk.Mean:
     """The mean square, times a parameter."""
     return sk.Mean.of(jnp.square((x * shared["gain"]).astype(jnp.float32)))
 
 
-def pipelined(schedule: sk.schedules.Schedule, mode: Any, recompute: bool, mesh: Any) -> Callable[..., Any]:
+def make_pipelined_step(schedule: sk.schedules.Schedule, mode: Any, recompute: bool, mesh: Any) -> Step:
     """`(params, batch) -> (loss, gradients)` of a schedule; stacks are in the order of the layers."""
     pipe = sk.pipeline(schedule, "stage")
-    grad_fn = pipe.value_and_grad(embed, stage, head, mode=mode, recompute=recompute)
+    grad_fn = pipe.value_and_grad(embed, run_stage, compute_loss, mode=mode, recompute=recompute)
 
-    def device(params: Any, batch: Any) -> Any:
+    def compute_on_device(params: Any, batch: Any) -> Any:
         mean, _, grads = grad_fn(params, batch, None)
-        mean, shared = sk.all_reduce((mean, {name: grads[name] for name in ("table", "gain")}), "stage")
-        return mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads | shared)
+        # Table and gain are on all devices, but the first stage alone has a gradient of one, and the last of the other.
+        ends = {"table": grads["table"], "gain": grads["gain"]}
+        mean, ends = sk.all_reduce((mean, ends), "stage")
+        grads = jax.tree.map(lambda g: g / mean.weight, grads | ends)
+        return mean.total / mean.weight, grads
 
-    mapped = jax.shard_map(device, mesh=mesh, in_specs=(SPECS, P()), out_specs=(P(), SPECS))
+    mapped = jax.shard_map(compute_on_device, mesh=mesh, in_specs=(SPECS, P()), out_specs=(P(), SPECS))
 
     def step(params: Any, batch: Any) -> Any:
-        order = np.array(pipe.stages.rows(params["layers"]["up"].shape[0]), int)
+        layers = params["layers"]["up"].shape[0]
+        order = np.array(pipe.stages.rows(layers), int)
         if not order.size:
             return mapped(params, batch)
+        # With two chunks a device has two runs of layers, which do not follow each other in the model.
         stack = jax.tree.map(lambda leaf: leaf[order], params["layers"])
         loss, grads = mapped(params | {"layers": stack}, batch)
-        return loss, grads | {"layers": jax.tree.map(lambda leaf: leaf[np.argsort(order)], grads["layers"])}
+        stack_grads = jax.tree.map(lambda leaf: leaf[np.argsort(order)], grads["layers"])
+        return loss, grads | {"layers": stack_grads}
 
     return step
 
 
-def unpipelined(count: int) -> Callable[..., Any]:
+def make_unpipelined_step(microbatches: int) -> Step:
     """The same on one device: the whole model for each microbatch, and the sum."""
 
-    def loss(params: Any, batch: Any, keys: Any) -> sk.Mean:
-        return head(params, stage(params["layers"], embed(params, batch, keys), keys), batch)
+    def loss_fn(params: Any, batch: Any, keys: Any) -> sk.Mean:
+        x = embed(params, batch, keys)
+        return compute_loss(params, run_stage(params["layers"], x, keys), batch)
 
-    grad_fn: Any = sk.value_and_grad(loss)
+    grad_fn: Any = sk.value_and_grad(loss_fn)
 
     def step(params: Any, batch: Any) -> Any:
-        def add(sums: Any, tokens: jax.Array) -> Any:
+        def add_microbatch(sums: Any, tokens: jax.Array) -> Any:
             mean, _, grads = grad_fn(params, {"tokens": tokens}, None)
             return jax.tree.map(jnp.add, sums, (mean, grads)), None
 
-        zero = (sk.Mean(jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, params))
-        (mean, grads), _ = lax.scan(add, zero, batch["tokens"].reshape(count, -1))
+        zero_mean = sk.Mean(jnp.float32(0), jnp.float32(0))
+        zero_grads = jax.tree.map(jnp.zeros_like, params)
+        tokens = batch["tokens"].reshape(microbatches, -1)
+        (mean, grads), _ = lax.scan(add_microbatch, (zero_mean, zero_grads), tokens)
         return mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads)
 
     return step
 
 
-def row(
-    mesh: Mesh, names: Sequence[str], count: int, mode: str, dim: int, examples: int, calls: int, rounds: int
+def make_case(name: str, step: Step, mesh: Mesh, params: Any, tokens: np.ndarray, fields: Any) -> bench.Case:
+    """A step over a mesh, traced and compiled; how long that took is in its fields."""
+
+    def call_step(carry: jax.Array, *args: Any) -> Any:
+        return carry, step(*args)
+
+    replicated = NamedSharding(mesh, P())
+    batch = {"tokens": jax.device_put(tokens, replicated)}
+    args = (sk.shard(params, mesh, SPECS), batch)
+    # `measure` needs a carry: this one is passed through, so that every call computes the same.
+    case = bench.Case(name, jax.jit(call_step), jax.device_put(jnp.float32(0), replicated), args)
+    return case._replace(fields=fields | compile_case(case))
+
+
+def compile_case(case: bench.Case) -> dict[str, Any]:
+    """CPU seconds to trace and to compile a case, which its calls then use, and the memory that it needs."""
+    step: Any = case.step
+    start_time = time.process_time()
+    traced = step.trace(case.carry, *case.args)
+    traced_time = time.process_time()
+    memory = traced.lower().compile().memory_analysis()
+    compiled_time = time.process_time()
+    return {
+        "temp_bytes": memory.temp_size_in_bytes,
+        "trace_cpu_s": round(traced_time - start_time, 4),
+        "compile_cpu_s": round(compiled_time - traced_time, 4),
+    }
+
+
+class Sizes(NamedTuple):
+    """Of the model and of a microbatch."""
+
+    dim: int
+    examples: int  # of a microbatch
+
+
+def measure_row(
+    mesh: Mesh,
+    names: Sequence[str],
+    microbatches: int,
+    mode: str,
+    sizes: Sizes,
+    *,
+    calls: int,
+    rounds: int,
 ) -> list[Record]:
     """The records of schedules of so many microbatches, after that of the model on one device; gpipe must be named."""
-    made = [builder(name, mesh.size, count) for name in names]
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, examples * count).astype(np.int32)
+    dim, examples = sizes
+    schedules = [build_schedule(name, mesh.size, microbatches) for name in names]
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, examples * microbatches).astype(np.int32)
     # Chunks divide the layers: every schedule runs as many.
-    params = make_params(mesh.size * int(np.lcm.reduce([each.chunks for each in made])), dim, 4 * dim)
-    one = Mesh(mesh.devices.reshape(-1)[:1], ("stage",))
-    forms = {"unpipelined": (unpipelined(count), one)}
-    forms |= {f"{each.name}, {mode}": (pipelined(each, mode, True, mesh), mesh) for each in made}
-    fields = {f"{each.name}, {mode}": facts(each, mode, 4 * examples * dim) for each in made}
-    cases = []
-    for name, (step, place) in forms.items():
-        args = (sk.shard(params, place, SPECS), {"tokens": jax.device_put(tokens, NamedSharding(place, P()))})
-        zero = jax.device_put(jnp.float32(0), NamedSharding(place, P()))
-        case = bench.Case(name, jax.jit(lambda carry, *args, step=step: (carry, step(*args))), zero, args)
-        cases.append(case._replace(fields=fields.get(name, {}) | built(case)))
-    how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "donate": False, "refuse": False}
-    found = bench.measure("schedules", f"{count} microbatches", cases, **how)
-    [base] = [record for record in found if record["case"] == f"gpipe, {mode}"]
-    for record in found[1:]:
-        record["gpipe_cpu_ratio"] = round(record["cpu_ratio"] / base["cpu_ratio"], 4)
-        record["gpipe_work_ratio"] = round(record["work_ratio"] / base["work_ratio"], 4)
-    return found
+    chunks = math.lcm(*(schedule.chunks for schedule in schedules))
+    params = make_params(mesh.size * chunks, dim, 4 * dim)
+    first_device = Mesh(mesh.devices.reshape(-1)[:1], ("stage",))
+    unpipelined = make_unpipelined_step(microbatches)
+    cases = [make_case("unpipelined", unpipelined, first_device, params, tokens, {})]
+    for schedule in schedules:
+        step = make_pipelined_step(schedule, mode, True, mesh)
+        fields = describe_schedule(schedule, mode, slot_bytes=4 * examples * dim)
+        cases.append(make_case(f"{schedule.name}, {mode}", step, mesh, params, tokens, fields))
+    records = bench.measure(
+        "schedules",
+        f"{microbatches} microbatches",
+        cases,
+        mode="dispatched",
+        calls=calls,
+        rounds=rounds,
+        donate=False,
+        refuse=False,  # the exit code says so, after all rows
+    )
+    [gpipe] = [record for record in records if record["case"] == f"gpipe, {mode}"]
+    for record in records[1:]:
+        record["gpipe_cpu_ratio"] = round(record["cpu_ratio"] / gpipe["cpu_ratio"], 4)
+        record["gpipe_work_ratio"] = round(record["work_ratio"] / gpipe["work_ratio"], 4)
+    return records
 
 
-def facts(schedule: sk.schedules.Schedule, mode: str, slot_bytes: int) -> dict[str, Any]:
+def describe_schedule(schedule: sk.schedules.Schedule, mode: str, slot_bytes: int) -> dict[str, Any]:
     """What the table of a schedule says, for its record."""
-    timeline, slots = schedule.simulate(1, 3, weight_grad=1), schedule.slots()
+    timeline = schedule.simulate(1, 3, weight_grad=1)
+    slots = schedule.slots()
     return {
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
         "ticks": max(map(len, schedule.rows)),
         "makespan": round(timeline.makespan, 6),
         "bubble": round(timeline.bubble, 6),
-        "work_ratio": round(work(schedule, mode), 4),
+        "work_ratio": round(count_work(schedule, mode), 4),
         "slots_inputs": slots.inputs,
         "slots_saved": slots.saved,
         "slots_cotangents": slots.cotangents,
@@ -175,61 +266,110 @@ def facts(schedule: sk.schedules.Schedule, mode: str, slot_bytes: int) -> dict[s
     }
 
 
-def built(case: bench.Case) -> dict[str, Any]:
-    """CPU seconds to trace and to compile a case, which its calls then use, and the memory that it needs."""
-    step: Any = case.step
-    begun = time.process_time()
-    traced = step.trace(case.carry, *case.args)
-    between = time.process_time()
-    memory = traced.lower().compile().memory_analysis()
-    seconds = {"trace_cpu_s": between - begun, "compile_cpu_s": time.process_time() - between}
-    return {"temp_bytes": memory.temp_size_in_bytes} | {key: round(value, 4) for key, value in seconds.items()}
+COLUMNS = (
+    "case",
+    "ticks",
+    "makespan",
+    "bubble",
+    "work",
+    "CPU",
+    "work/GPipe",
+    "CPU/GPipe",
+    "in",
+    "cot",
+    "kept",
+    "slot KiB",
+    "temp KiB",
+    "trace s",
+    "compile s",
+    "wrong",
+)
 
 
-def lines(records: Sequence[Record]) -> str:
+def format_table(records: Sequence[Record]) -> str:
     """The records of a row as a table."""
-    head = ("case", "ticks", "makespan", "bubble", "work", "CPU", "work/GPipe", "CPU/GPipe")
-    rows = [(*head, "in", "cot", "kept", "slot KiB", "temp KiB", "trace s", "compile s", "wrong")]
-    for r in records:
-        simulated, over, slots = ("",) * 3, ("",) * 2, ("",) * 4
-        if "schedule" in r:
-            simulated = (str(r["ticks"]), f"{r['makespan']:g}", f"{r['bubble']:.1%}")
-            over = (cell(r["gpipe_work_ratio"]), cell(r["gpipe_cpu_ratio"]))
-            counts = [str(r[f"slots_{kind}"]) for kind in ("inputs", "cotangents", "kept")]
-            slots = (*counts, cell(r["slot_bytes"], 0, 1024))
-        ratios = (cell(r.get("work_ratio", 1.0)), cell(r["cpu_ratio"]))
-        built = (cell(r["temp_bytes"], 0, 1024), cell(r["trace_cpu_s"]), cell(r["compile_cpu_s"]), str(r["wrong"]))
-        rows.append((r["case"], *simulated, *ratios, *over, *slots, *built))
-    return f"{records[0]['row']}\n{right(rows)}"
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for record in records:
+        # The model on one device has no schedule.
+        ticks: tuple[str, ...] = ("", "", "")
+        gpipe_ratios: tuple[str, ...] = ("", "")
+        slots: tuple[str, ...] = ("", "", "", "")
+        if "schedule" in record:
+            ticks = (str(record["ticks"]), f"{record['makespan']:g}", f"{record['bubble']:.1%}")
+            gpipe_ratios = (format_number(record["gpipe_work_ratio"]), format_number(record["gpipe_cpu_ratio"]))
+            slots = (
+                str(record["slots_inputs"]),
+                str(record["slots_cotangents"]),
+                str(record["slots_kept"]),
+                format_number(record["slot_bytes"], 0, 1024),
+            )
+        row = (
+            record["case"],
+            *ticks,
+            format_number(record.get("work_ratio", 1.0)),
+            format_number(record["cpu_ratio"]),
+            *gpipe_ratios,
+            *slots,
+            format_number(record["temp_bytes"], 0, 1024),
+            format_number(record["trace_cpu_s"]),
+            format_number(record["compile_cpu_s"]),
+            str(record["wrong"]),
+        )
+        rows.append(row)
+    return f"{records[0]['row']}\n{align_right(rows)}"
 
 
-def exponents(records: Sequence[Record]) -> str:
+def format_exponents(records: Sequence[Record]) -> str:
     """For each schedule, how slots, memory and the time to build grow with the microbatches, as a table."""
-    rows = [("exponent against microbatches", "slots", "temp", "trace", "compile")]
-    executed = [r for r in records if "ticks" in r]
-    for name in dict.fromkeys(r["case"] for r in executed):
-        own = [r for r in executed if r["case"] == name]
-        slots = [sum(r[f"slots_{kind}"] for kind in ("inputs", "saved", "cotangents", "kept")) for r in own]
-        costs = [slots, *([r[key] for r in own] for key in ("temp_bytes", "trace_cpu_s", "compile_cpu_s"))]
-        rows.append((name, *(cell(exponent([r["microbatches"] for r in own], each)) for each in costs)))
-    return right(rows)
+    records_by_case: dict[str, list[Record]] = {}
+    for record in records:
+        if "schedule" in record:
+            records_by_case.setdefault(record["case"], []).append(record)
+    rows: list[tuple[str, ...]] = [("exponent against microbatches", "slots", "temp", "trace", "compile")]
+    for name, schedule_records in records_by_case.items():
+        microbatches = [record["microbatches"] for record in schedule_records]
+        slots = [sum(record[field] for field in SLOTS) for record in schedule_records]
+        cells = [name, format_number(fit_exponent(microbatches, slots))]
+        for field in ("temp_bytes", "trace_cpu_s", "compile_cpu_s"):
+            costs = [record[field] for record in schedule_records]
+            cells.append(format_number(fit_exponent(microbatches, costs)))
+        rows.append(tuple(cells))
+    return align_right(rows)
+
+
+def list_names(options: argparse.Namespace) -> list[str]:
+    """The schedules to run; GPipe, to which the others are compared, is the first."""
+    if options.smoke:
+        return ["gpipe", "one_f_one_b"]
+    names = ["gpipe"]
+    for name in BUILDERS:
+        if name != "gpipe":
+            names.append(name)
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs every schedule; the exit code is 1 if an element of a loss or a gradient is wrong."""
     options = start(__doc__, argv, devices=STAGES, branch="devices compute their own alone, instead of masked")
     mesh = sk.make_mesh(stage=-1)
-    names = ("gpipe", "one_f_one_b") if options.smoke else tuple(dict.fromkeys(["gpipe", *BUILDERS]))
-    counts, dim, examples = ((2, 4), 8, 4) if options.smoke else ((4, 8, 16, 32), 64, 128)
-    rounds = options.rounds or (2 if options.smoke else 10)
+    counts = [4, 8, 16, 32]
+    sizes = Sizes(dim=64, examples=128)
+    if options.smoke:
+        counts = [2, 4]
+        sizes = Sizes(dim=8, examples=4)
+    mode = "masked"
+    if options.branch:
+        mode = "branch"
+    calls = choose_calls(options, 1, smoke=1)
+    rounds = choose_rounds(options, 10)
     records: list[Record] = []
     for count in counts:
-        mode = "branch" if options.branch else "masked"
-        records += row(mesh, names, count, mode, dim, examples, options.calls or 1, rounds)
-        print(lines(records[-1 - len(names) :]), flush=True)
+        row = measure_row(mesh, list_names(options), count, mode, sizes, calls=calls, rounds=rounds)
+        print(format_table(row), flush=True)
         if options.json:
-            write(records[-1 - len(names) :], options.json)
-    print(exponents(records))
+            write(row, options.json)
+        records += row
+    print(format_exponents(records))
     return int(any(record["wrong"] for record in records))
 
 

@@ -36,23 +36,40 @@ print(float(metrics["loss"]))
 
 def run_once(steps: int, timeout: float, threads: int | None = None) -> float | str:
     """One start: its final loss, or the failure as text."""
-    environ = dict(os.environ)
-    # End a collective that waits for a missing device; the default is longer than the timeout.
-    each = max(1, int(timeout / 4))
-    flags = [f"--xla_cpu_collective_{name}timeout_seconds={each}" for name in ("", "call_terminate_")]
-    if threads is not None:
-        flags.append("--xla_force_host_platform_device_count=8")
-        environ |= {"NPROC": str(threads), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
-    environ["XLA_FLAGS"] = " ".join(flags)
     command = [sys.executable, "-c", CHILD.format(steps=steps, fixed=threads is None)]
+    environ = make_environ(timeout, threads)
     try:
         child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return f"hung: still running after {timeout:g} s"
     if child.returncode:
-        stuck = [line for line in child.stderr.splitlines() if "rendezvous" in line or "Error" in line]
-        return f"ended with code {child.returncode}: {(stuck or ['no message'])[-1][:160]}"
+        return f"ended with code {child.returncode}: {find_message(child.stderr)}"
     return float(child.stdout.split()[-1])
+
+
+def make_environ(timeout: float, threads: int | None) -> dict[str, str]:
+    """The environment of a start, without the workaround if it is to have so many threads."""
+    # A collective that waits for a missing device ends itself, and says which one: by default after the timeout.
+    seconds = max(1, int(timeout / 4))
+    flags = [
+        f"--xla_cpu_collective_timeout_seconds={seconds}",
+        f"--xla_cpu_collective_call_terminate_timeout_seconds={seconds}",
+    ]
+    environ = dict(os.environ)
+    if threads is not None:
+        flags.append("--xla_force_host_platform_device_count=8")
+        environ |= {"NPROC": str(threads), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    environ["XLA_FLAGS"] = " ".join(flags)
+    return environ
+
+
+def find_message(stderr: str) -> str:
+    """The last line that says what went wrong, and no more than fits a line of this output."""
+    message = "no message"
+    for line in stderr.splitlines():
+        if "rendezvous" in line or "Error" in line:
+            message = line
+    return message[:160]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,19 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which one counts as hung (120)")
     parser.add_argument("--threads", type=int, help="workaround off, and so many threads for jax's CPU runtime")
     options = parser.parse_args(argv)
-    begin, failures, losses = time.monotonic(), 0, set()
+    start_time = time.monotonic()
+    failures = 0
+    losses = set()
     for number in range(1, options.starts + 1):
-        ended = run_once(options.steps, options.timeout, options.threads)
-        if isinstance(ended, float):
-            losses.add(ended)
+        outcome = run_once(options.steps, options.timeout, options.threads)
+        if isinstance(outcome, float):
+            losses.add(outcome)
         else:
             failures += 1
-            print(f"start {number}: {ended}", flush=True)
+            print(f"start {number}: {outcome}", flush=True)
         if number % 10 == 0:
             print(f"{number} starts, {failures} hung or failed", flush=True)
+    minutes = (time.monotonic() - start_time) / 60
     print(
         f"jax {jax.__version__}: {options.starts} starts of {options.steps} steps on 8 simulated devices: {failures} "
-        f"hung or failed, {len(losses)} distinct final loss(es), {(time.monotonic() - begin) / 60:.1f} minutes"
+        f"hung or failed, {len(losses)} distinct final loss(es), {minutes:.1f} minutes"
     )
     return int(failures > 0)
 

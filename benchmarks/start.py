@@ -70,11 +70,30 @@ def start(
     options = parser.parse_args(argv)
     if options.simulate:
         sk.simulate_devices(options.simulate)
-    here = environment()
+    machine = environment()
     print(
-        f"jax {here['jax']}, {here['device_count']} x {here['device_kind']} ({here['platform']}), {here['cpu_model']}, "
-        f"{here['cores']} cores, load {here['load_average_1min']}, Python {here['python']}"
+        f"jax {machine['jax']}, {machine['device_count']} x {machine['device_kind']} ({machine['platform']}), "
+        f"{machine['cpu_model']}, {machine['cores']} cores, load {machine['load_average_1min']}, "
+        f"Python {machine['python']}"
     )
-    if here["platform"] == "cpu":
+    if machine["platform"] == "cpu":
         print(BANNER)
     return options
+
+
+def choose_calls(options: argparse.Namespace, usual: int, *, smoke: int = 2) -> int:
+    """The calls in each round: those of `--calls`, or few for `--smoke`, or as many as usual."""
+    if options.calls:
+        return options.calls
+    if options.smoke:
+        return smoke
+    return usual
+
+
+def choose_rounds(options: argparse.Namespace, usual: int, *, smoke: int = 2) -> int:
+    """The rounds: those of `--rounds`, or few for `--smoke`, or as many as usual."""
+    if options.rounds:
+        return options.rounds
+    if options.smoke:
+        return smoke
+    return usual

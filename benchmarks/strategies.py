@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks.start import start
+from benchmarks.start import choose_calls, choose_rounds, start
 from shardkit import bench
 from shardkit.bench.records import write
 from shardkit.bench.strategies import text
@@ -42,205 +42,275 @@ from shardkit.models.transformer import Axes
 from shardkit.plans.splits import map_layouts
 
 
-def beside(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Case]]:
+def list_handwritten_cases(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Case]]:
     """The further cases that fit the mesh, by name."""
-    cases = CaseBuilder(work, mesh)
-    found: dict[str, Callable[[], bench.Case]] = {}
-    for way in list_plans(mesh.shape, work):
-        if way.manual is None:
-            found[f"jit, constraints: {way.held}"] = partial(by_constraints, cases, way)
-    for plan_of in (sk.dp, sk.fsdp):
-        name = f"{plan_of.__name__}, {MICROBATCHES} microbatches"
-        found[f"tutorial: {name}"] = partial(tutorial, cases, name, plan_of)
+    builder = CaseBuilder(work, mesh)
+    cases: dict[str, Callable[[], bench.Case]] = {}
+    for plan_case in list_plans(mesh.shape, work):
+        if plan_case.manual is None:
+            cases[f"jit, constraints: {plan_case.held}"] = partial(make_constrained_case, builder, plan_case)
+    for make_plan in (sk.dp, sk.fsdp):
+        name = f"{make_plan.__name__}, {MICROBATCHES} microbatches"
+        cases[f"tutorial: {name}"] = partial(make_tutorial_case, builder, name, make_plan)
     if has_stages(mesh.shape, work):
-        found["tutorial: GPipe scan"] = partial(scan, cases)
-    return found
+        cases["tutorial: GPipe scan"] = partial(make_gpipe_case, builder)
+    return cases
 
 
-def by_constraints(cases: CaseBuilder, way: PlanCase) -> bench.Case:
+def make_constrained_case(builder: CaseBuilder, plan_case: PlanCase) -> bench.Case:
     """jit's step of a loss with constraints: the reference transformer's, or any other's on its parameters."""
-    config, mesh = cases.work.config, cases.mesh
-    seen = map_layouts(lambda layout: layout.seen, way.plan.layouts(cases.work.params, mesh))
+    config = builder.work.config
+    mesh = builder.mesh
+    plan = plan_case.plan
+    layouts = plan.layouts(builder.work.params, mesh)
+    in_loss = map_layouts(lambda layout: NamedSharding(mesh, layout.seen), layouts)
     if config is None:
-        return cases.jit("jit, constraints", way, gathered_once(cases.work.loss_fn, mesh, seen))
-    split = tuple(way.plan.batch_spec(mesh))[:1]
-    loss_fn = constrained(config, mesh, seen, split[0] if split else None, way.axes, by_layer=way.by_layer)
-    return cases.jit("jit, constraints", way, loss_fn)
+        loss_fn = constrain_params(builder.work.loss_fn, in_loss)
+    else:
+        example_axes = None
+        batch_spec = tuple(plan.batch_spec(mesh))
+        if batch_spec:
+            example_axes = batch_spec[0]
+        axes = plan_case.axes
+        loss_fn = make_constrained_loss(config, mesh, in_loss, example_axes, axes, by_layer=plan_case.by_layer)
+    return builder.jit("jit, constraints", plan_case, loss_fn)
 
 
-def tutorial(cases: CaseBuilder, name: str, plan_of: Callable[..., sk.Plan]) -> bench.Case:
-    """A step in microbatches, as tutorials write it."""
-    carry, batch = get_placed_arguments(cases.in_microbatches(name, plan_of))
-    how = cases.optimizer(), carry, batch, cases.mesh, cases.axis_names, MICROBATCHES
-    return in_microbatches(f"tutorial: {name}", cases.work.loss_fn, *how)
-
-
-def scan(cases: CaseBuilder) -> bench.Case:
-    """The pipeline, as tutorials write it."""
-    assert cases.work.config is not None, "only the reference transformer has pieces"
-    carry, batch = get_placed_arguments(cases.pipeline("GPipe"))
-    how = cases.optimizer(), carry, batch, cases.mesh, "model", cases.microbatches
-    return scan_gpipe("tutorial: GPipe scan", cases.work.config, *how)
-
-
-def gathered_once(loss_fn: Loss, mesh: Mesh, seen: Any) -> Loss:
+def constrain_params(loss_fn: Loss, layouts: Any) -> Loss:
     """Any loss with a constraint on its parameters: laid out as the plan's loss sees them, before they are used."""
-    whole = jax.tree.map(lambda spec: NamedSharding(mesh, spec), seen)
-    return lambda params, batch, keys: loss_fn(jax.lax.with_sharding_constraint(params, whole), batch, keys)
+
+    def constrained_loss(params: Any, batch: Any, keys: Any) -> Any:
+        return loss_fn(jax.lax.with_sharding_constraint(params, layouts), batch, keys)
+
+    return constrained_loss
 
 
-def constrained(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, axes: Axes, *, by_layer: bool) -> Loss:
+class Constraints(NamedTuple):
+    """Pins activations [B, T, ...] to the layouts in which a careful author wants them."""
+
+    mesh: Mesh
+    example_axes: Any  # split dim 0 of every activation
+    axes: Axes
+
+    def _pin(self, x: jax.Array, *spec: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(self.example_axes, *spec)))
+
+    def pin_tokens(self, x: jax.Array) -> jax.Array:
+        """Inside a block, every device of "model" has all tokens."""
+        return self._pin(x)
+
+    def pin_between(self, x: jax.Array) -> jax.Array:
+        """Between blocks, tokens are split, if they are at all."""
+        if self.axes.sequence:
+            return self._pin(x, self.axes.model)
+        return self._pin(x, None)
+
+    def pin_columns(self, x: jax.Array) -> jax.Array:
+        """Heads, hidden columns or words are split."""
+        return self._pin(x, None, self.axes.model)
+
+
+def make_constrained_loss(
+    config: transformer.Config, mesh: Mesh, layouts: Any, example_axes: Any, axes: Axes, *, by_layer: bool
+) -> Loss:
     """The reference transformer's loss with constraints wherever a careful author would put them.
 
     Args:
         config: the sizes.
         mesh: the mesh.
-        seen: specs of the parameters where the loss uses them.
-        split: the axes that split the examples.
+        layouts: shardings of the parameters where the loss uses them.
+        example_axes: the axes that split the examples.
         axes: those that split heads and columns, and, with `sequence`, tokens.
         by_layer: gather each layer's weights in the scan, which recomputes all but matmuls.
     """
+    constraints = Constraints(mesh, example_axes, axes)
+    # In the scan over layers a weight has no dim of layers.
+    layer_layouts = jax.tree.map(lambda layout: NamedSharding(mesh, P(*layout.spec[1:])), layouts["layers"])
 
-    def at(*spec: Any) -> Callable[[Any], Any]:
-        sharding = NamedSharding(mesh, P(split, *spec))
-        return lambda x: jax.lax.with_sharding_constraint(x, sharding)
+    def attend(weights: Any, x_BTD: jax.Array) -> jax.Array:
+        def project(name: str) -> jax.Array:
+            return constraints.pin_columns(jnp.einsum("BTD,DHK->BTHK", x_BTD, weights[name]))
 
-    between, tokens, columns = at(axes.model if axes.sequence else None), at(), at(None, axes.model)
-    whole = jax.tree.map(lambda spec: NamedSharding(mesh, spec), seen)
-    layer_whole = jax.tree.map(lambda spec: NamedSharding(mesh, P(*spec[1:])), seen["layers"])
-
-    def attention(weights: Any, x_BTD: jax.Array) -> jax.Array:
-        q, k, v = (columns(jnp.einsum("BTD,DHK->BTHK", x_BTD, weights[name])) for name in ("query", "key", "value"))
         positions_T = jnp.arange(x_BTD.shape[1])
-        y_BTHK = columns(dot_attention(blocks.rotate(q, positions_T), blocks.rotate(k, positions_T), v))
-        return jnp.einsum("BTHK,HKD->BTD", y_BTHK, weights["attention_out"])
+        q_BTHK = blocks.rotate(project("query"), positions_T)
+        k_BTHK = blocks.rotate(project("key"), positions_T)
+        y_BTHK = dot_attention(q_BTHK, k_BTHK, project("value"))
+        return jnp.einsum("BTHK,HKD->BTD", constraints.pin_columns(y_BTHK), weights["attention_out"])
 
-    def mlp(weights: Any, x_BTD: jax.Array) -> jax.Array:
-        gate_BTF, up_BTF = (columns(jnp.einsum("BTD,DF->BTF", x_BTD, weights[name])) for name in ("gate", "up"))
+    def apply_mlp(weights: Any, x_BTD: jax.Array) -> jax.Array:
+        gate_BTF = constraints.pin_columns(jnp.einsum("BTD,DF->BTF", x_BTD, weights["gate"]))
+        up_BTF = constraints.pin_columns(jnp.einsum("BTD,DF->BTF", x_BTD, weights["up"]))
         return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, weights["down"])
 
-    def layer(x_BTD: jax.Array, weights: Any) -> jax.Array:
-        weights = jax.lax.with_sharding_constraint(weights, layer_whole)
-        for name, block in (("attention_norm", attention), ("mlp_norm", mlp)):
-            h_BTD = tokens(blocks.rms_norm(x_BTD, weights[name]))
-            x_BTD = x_BTD + between(block(weights, h_BTD))
-        return x_BTD
+    def apply_layer(x_BTD: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        weights = jax.lax.with_sharding_constraint(weights, layer_layouts)
+        for norm, block in (("attention_norm", attend), ("mlp_norm", apply_mlp)):
+            h_BTD = constraints.pin_tokens(blocks.rms_norm(x_BTD, weights[norm]))
+            x_BTD = x_BTD + constraints.pin_between(block(weights, h_BTD))
+        return x_BTD, None
 
-    run = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable) if by_layer else layer
+    layer = apply_layer
+    if by_layer:
+        layer = jax.checkpoint(apply_layer, policy=jax.checkpoint_policies.dots_saveable)
+
+    def gather_once(params: Any) -> Any:
+        """The parameters laid out as the loss uses them, but for a stack whose layers are gathered in the scan."""
+        gathered = {}
+        for name, leaves in params.items():
+            if by_layer and name == "layers":
+                gathered[name] = leaves
+            else:
+                gathered[name] = jax.lax.with_sharding_constraint(leaves, layouts[name])
+        return gathered
 
     def loss(params: Any, batch: Any, keys: None) -> sk.Mean:
-        once = {name for name in params if not (by_layer and name == "layers")}
-        held = params | {name: jax.lax.with_sharding_constraint(params[name], whole[name]) for name in once}
-        x_BTD = between(held["embed"][batch["tokens"]])
-        x_BTD, _ = jax.lax.scan(lambda x, weights: (run(x, weights), None), x_BTD, held["layers"])
-        x_BTD = tokens(blocks.rms_norm(x_BTD, held["final_norm"]))
-        logits_BTV = columns(jnp.einsum("BTD,DV->BTV", x_BTD, held["head"]))
-        right_BT = jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
-        return sk.Mean.of(jax.nn.logsumexp(logits_BTV, axis=-1) - right_BT)
+        params = gather_once(params)
+        x_BTD = constraints.pin_between(params["embed"][batch["tokens"]])
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, params["layers"])
+        x_BTD = constraints.pin_tokens(blocks.rms_norm(x_BTD, params["final_norm"]))
+        logits_BTV = constraints.pin_columns(jnp.einsum("BTD,DV->BTV", x_BTD, params["head"]))
+        target_BT = jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
+        return sk.Mean.of(jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT)
 
     return loss
 
 
-def in_microbatches(
-    name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, mesh: Mesh, axes: tuple[str, ...], count: int
-) -> bench.Case:
-    """Data parallelism, or FSDP where the carry is split: each microbatch gathers all weights, and reduces gradients.
+def split_in_microbatches(batch: Any, count: int) -> Any:
+    """A dim of microbatches before that of examples."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
-    Autodiff places the reductions: of a replicated weight a psum, of a gathered one a reduce-scatter.
+
+def make_tutorial_case(builder: CaseBuilder, name: str, make_plan: Callable[..., sk.Plan]) -> bench.Case:
+    """Data parallelism, or FSDP where the carry is split, in microbatches, as tutorials write it.
+
+    Each microbatch gathers all weights, and reduces gradients. Autodiff places the reductions: of a replicated weight a
+    psum, of a gathered one a reduce-scatter.
     """
+    carry, batch = get_placed_arguments(builder.in_microbatches(name, make_plan))
+    mesh = builder.mesh
+    axes = builder.axis_names
+    optimizer = builder.optimizer()
+    compute_mean = make_scalar(builder.work.loss_fn)
     specs = jax.tree.map(lambda x: x.sharding.spec, carry[0])
-    ways = mesh.size
 
-    def whole(shard: jax.Array, spec: P) -> jax.Array:
-        dims = [dim for dim, names in enumerate(spec) if names is not None]
-        return lax.all_gather(shard, axes, axis=dims[0], tiled=True) if dims else shard
+    def gather_leaf(shard: jax.Array, spec: P) -> jax.Array:
+        for dim, names in enumerate(spec):
+            if names is not None:
+                return lax.all_gather(shard, axes, axis=dim, tiled=True)
+        return shard
 
-    def local(params: Any, batch: Any) -> Any:
-        def loss(params: Any, micro: Any) -> jax.Array:
-            return make_scalar(loss_fn)(jax.tree.map(whole, params, specs), micro) / (ways * count)
+    def compute_on_device(params: Any, batch: Any) -> Any:
+        def loss(params: Any, microbatch: Any) -> jax.Array:
+            gathered = jax.tree.map(gather_leaf, params, specs)
+            # Means of as many examples each: their sum over devices and microbatches is divided by the number of both.
+            return compute_mean(gathered, microbatch) / (mesh.size * MICROBATCHES)
 
-        def add(total: Any, micro: Any) -> tuple[Any, None]:
-            found = jax.value_and_grad(loss)(params, micro)
-            return jax.tree.map(jnp.add, total, found), None
+        def add_microbatch(sums: Any, microbatch: Any) -> tuple[Any, None]:
+            loss_and_gradients = jax.value_and_grad(loss)(params, microbatch)
+            return jax.tree.map(jnp.add, sums, loss_and_gradients), None
 
-        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        nothing = lax.pcast(jnp.float32(0), axes, to="varying"), jax.tree.map(jnp.zeros_like, params)
-        (total, gradients), _ = lax.scan(add, nothing, split)
+        zero_loss = lax.pcast(jnp.float32(0), axes, to="varying")
+        zeros = (zero_loss, jax.tree.map(jnp.zeros_like, params))
+        microbatches = split_in_microbatches(batch, MICROBATCHES)
+        (total, gradients), _ = lax.scan(add_microbatch, zeros, microbatches)
         return lax.psum(total, axes), gradients
 
-    gradient = jax.shard_map(local, mesh=mesh, in_specs=(specs, P(axes)), out_specs=(P(), specs))
+    compute_gradients = jax.shard_map(compute_on_device, mesh=mesh, in_specs=(specs, P(axes)), out_specs=(P(), specs))
 
     def step(carry: Any, batch: Any) -> Any:
-        loss, gradients = gradient(carry[0], batch)
+        loss, gradients = compute_gradients(carry[0], batch)
         return apply_optimizer(optimizer, carry, gradients, loss)
 
-    return bench.Case(name, jitted(step, carry, mesh), carry, (batch,))
+    return bench.Case(f"tutorial: {name}", jit_step(step, carry, mesh), carry, (batch,))
 
 
-def scan_gpipe(
-    name: str, config: transformer.Config, optimizer: Any, carry: Any, batch: Any, mesh: Mesh, axis: str, count: int
-) -> bench.Case:
+def make_gpipe_case(builder: CaseBuilder) -> bench.Case:
     """GPipe as one scan, differentiated: every device computes its stage at each of m + p - 1 ticks, and all is saved.
 
-    The examples are split over the other axes of the mesh.
+    The stages are over "model", and the examples over the other axes of the mesh.
     """
+    config = builder.work.config
+    assert config is not None, "only the reference transformer has pieces"
+    carry, batch = get_placed_arguments(builder.pipeline("GPipe"))
+    mesh = builder.mesh
+    count = builder.microbatches
+    optimizer = builder.optimizer()
     specs = jax.tree.map(lambda x: x.sharding.spec, carry[0])
-    embed, stage, head = transformer.pieces(config)
-    others = tuple(name for name in mesh.axis_names if name != axis)
-    last = mesh.shape[axis] - 1
+    embed, run_stage, compute_loss = transformer.pieces(config)
+    last = mesh.shape["model"] - 1
 
-    def local(params: Any, batch: Any) -> jax.Array:
-        device = lax.axis_index(axis)
-        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    def compute_on_device(params: Any, batch: Any) -> jax.Array:
+        device = lax.axis_index("model")
+        microbatches = split_in_microbatches(batch, count)
         layers = (params["layers"], jnp.arange(config.layers // (last + 1)))
 
-        def at(t: jax.Array) -> Any:
-            return jax.tree.map(lambda x: x[jnp.clip(t, 0, count - 1)], split)
+        def get_microbatch(t: jax.Array) -> Any:
+            # Before the first microbatch has arrived, and after the last one, what is computed is not used.
+            return jax.tree.map(lambda x: x[jnp.clip(t, 0, count - 1)], microbatches)
 
         def tick(state: Any, t: jax.Array) -> Any:
-            before, total = state
-            first = embed(params, at(t), None)
-            x = first._replace(x=jnp.where(device == 0, first.x, before))
-            y = stage(layers, x, None)
-            nats = head(params, y, at(t - last))[0].total
-            total = total + jnp.where((device == last) & (t >= last), nats, 0.0)
-            return (lax.ppermute(y.x, axis, [(i, i + 1) for i in range(last)]), total), None
+            x, total = state
+            embedded = embed(params, get_microbatch(t), None)
+            stage_input = embedded._replace(x=jnp.where(device == 0, embedded.x, x))
+            y = run_stage(layers, stage_input, None)
+            tick_total = compute_loss(params, y, get_microbatch(t - last))[0].total
+            total = total + jnp.where((device == last) & (t >= last), tick_total, 0.0)
+            x = lax.ppermute(y.x, "model", [(i, i + 1) for i in range(last)])
+            return (x, total), None
 
-        shape = jax.eval_shape(lambda: embed(params, at(jnp.int32(0)), None)).x
-        zero = lax.pcast((jnp.zeros(shape.shape, shape.dtype), jnp.float32(0)), mesh.axis_names, to="varying")
-        (_, total), _ = lax.scan(tick, zero, jnp.arange(count + last))
+        shape = jax.eval_shape(lambda: embed(params, get_microbatch(jnp.int32(0)), None)).x
+        zeros = (jnp.zeros(shape.shape, shape.dtype), jnp.float32(0))
+        state = lax.pcast(zeros, mesh.axis_names, to="varying")
+        (_, total), _ = lax.scan(tick, state, jnp.arange(count + last))
         return lax.psum(total, mesh.axis_names)
 
-    split = P(others) if others else P()
-    nats = jax.shard_map(local, mesh=mesh, in_specs=(specs, split), out_specs=P())
+    batch_spec = P()
+    example_axes = tuple(name for name in mesh.axis_names if name != "model")
+    if example_axes:
+        batch_spec = P(example_axes)
+    compute_total = jax.shard_map(compute_on_device, mesh=mesh, in_specs=(specs, batch_spec), out_specs=P())
 
     def step(carry: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(lambda params: nats(params, batch) / batch["tokens"].size)(carry[0])
+        def compute_mean(params: Any) -> jax.Array:
+            return compute_total(params, batch) / batch["tokens"].size
+
+        loss, gradients = jax.value_and_grad(compute_mean)(carry[0])
         return apply_optimizer(optimizer, carry, gradients, loss)
 
-    return bench.Case(name, jitted(step, carry, mesh), carry, (batch,))
+    return bench.Case("tutorial: GPipe scan", jit_step(step, carry, mesh), carry, (batch,))
 
 
-def jitted(step: Any, carry: Any, mesh: Mesh) -> Any:
+def jit_step(step: Any, carry: Any, mesh: Mesh) -> Any:
     """The step with its carry donated, and laid out after it as before."""
-    held = jax.tree.map(lambda x: x.sharding, carry)
-    return jax.jit(step, out_shardings=(held, NamedSharding(mesh, P())), donate_argnums=0)
+    carry_layouts = jax.tree.map(lambda x: x.sharding, carry)
+    return jax.jit(step, out_shardings=(carry_layouts, NamedSharding(mesh, P())), donate_argnums=0)
+
+
+def print_progress(name: str) -> None:
+    """Says which case is compiled: all of them together take minutes."""
+    print(f"compiling {name}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; the exit code is 1 if a result is wrong."""
     options = start(__doc__, argv, devices=8)
-    size, examples, tokens = (16, 16, 4) if options.smoke else (128, 16, 64)
-    work = reference(transformer.Config(layers=4, dim=size, heads=4), examples, tokens)
+    dim = 128
+    tokens = 64
+    compiler_options = {}
+    if options.smoke:
+        dim = 16
+        tokens = 4
+        compiler_options = {"xla_backend_optimization_level": 0}  # its times tell nothing, and programs compile sooner
+    work = reference(transformer.Config(layers=4, dim=dim, heads=4), examples=16, tokens=tokens)
     mesh = sk.make_mesh(data=2, model=-1)
     records = bench.strategies(
         work,
         mesh=mesh,
-        beside=beside(work, mesh),
-        calls=options.calls or 1,
-        rounds=options.rounds or (2 if options.smoke else 100),
-        compiler_options={"xla_backend_optimization_level": 0} if options.smoke else {},
-        progress=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
+        beside=list_handwritten_cases(work, mesh),
+        calls=choose_calls(options, 1, smoke=1),
+        rounds=choose_rounds(options, 100),
+        compiler_options=compiler_options,
+        progress=print_progress,
     )
     print(text(records))
     if options.json:

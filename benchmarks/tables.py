@@ -8,55 +8,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from benchmarks.compiled import describe_array, format_milliseconds, get_memory
 from benchmarks.start import start
 from shardkit.meshes.layout import table
 
 DEVICES = 8
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+TABLES: dict[str, Callable[..., Any]] = {
+    "ring": sk.tables.ring,
+    "ring both ways": partial(sk.tables.ring, bidirectional=True),
+    "halving": sk.tables.halving,
+    "bruck": sk.tables.bruck,
+}
 
 
-def forms() -> dict[str, Callable[[Any], Any]]:
-    """The kernels, by what they are called in the table."""
-    builds = {
-        "ring": sk.tables.ring,
-        "ring both ways": partial(sk.tables.ring, bidirectional=True),
-        "halving": sk.tables.halving,
-        "bruck": sk.tables.bruck,
-    }
-    found: dict[str, Callable[[Any], Any]] = {}
-    for op in ("all_gather", "reduce_scatter", "all_reduce"):
-        for both in (False, True):
-            kernel = getattr(sk.ring, op)
-            found[f"{op}, sk.ring{' both ways' * both}"] = partial(kernel, axis="x", bidirectional=both)
-        for name, build in builds.items():
-            found[f"{op}, table {name}"] = partial(getattr(sk, op), axis="x", table=build(op, DEVICES))
-    return found
+class Form(NamedTuple):
+    """A collective, by a ring's kernel or by a table."""
+
+    operation: str
+    name: str
+    kernel: Callable[[Any], Any]
+
+
+def list_forms() -> list[Form]:
+    """The forms in the order of the table."""
+    forms = []
+    for operation in OPERATIONS:
+        ring = getattr(sk.ring, operation)
+        forms.append(Form(operation, "sk.ring", partial(ring, axis="x", bidirectional=False)))
+        forms.append(Form(operation, "sk.ring both ways", partial(ring, axis="x", bidirectional=True)))
+        for name, make_table in TABLES.items():
+            kernel = partial(getattr(sk, operation), axis="x", table=make_table(operation, DEVICES))
+            forms.append(Form(operation, f"table {name}", kernel))
+    return forms
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compiles every form and prints a line of each."""
     options = start(__doc__, argv, devices=DEVICES)
-    mesh, size = sk.abstract_mesh(x=DEVICES), 64 if options.smoke else 1024
-    lines = [("", "memory ms", "wire ms", "exposed ms", "temp MiB")]
-    for name, kernel in forms().items():
-        if options.smoke and "halving" not in name:
-            continue
-        rows = size if name.startswith("all_gather") else DEVICES * size
-        x = jax.ShapeDtypeStruct((DEVICES * rows, size), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-        step = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    mesh = sk.abstract_mesh(x=DEVICES)  # of chips that are not there
+    forms = list_forms()
+    size = 1024
+    if options.smoke:
+        forms = [form for form in forms if form.name == "table halving"]
+        size = 64
+    rows: list[tuple[str, ...]] = [("", "memory ms", "wire ms", "exposed ms", "temp MiB")]
+    for form in forms:
+        # An all_gather begins with a piece on each device, the others with an array of all pieces.
+        local_rows = DEVICES * size
+        if form.operation == "all_gather":
+            local_rows = size
+        x = describe_array(mesh, P("x"), (DEVICES * local_rows, size), jnp.float32)
+        step = jax.jit(jax.shard_map(form.kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
         report = sk.aot.compile(step, (x,), topology="v5e:2x4")
-        seconds = (report.compute.seconds, report.wire_seconds, report.exposed_seconds)
-        assert report.memory
-        lines.append((name, *(f"{1e3 * each:.3f}" for each in seconds), f"{report.memory.temp / 2**20:.1f}"))
-        print(*lines[-1], flush=True)
-    print(table(lines))
+        row = (
+            f"{form.operation}, {form.name}",
+            *format_milliseconds(report.compute.seconds, report.wire_seconds, report.exposed_seconds, digits=3),
+            f"{get_memory(report).temp / 2**20:.1f}",
+        )
+        rows.append(row)
+        print(*row, flush=True)
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,20 @@ import optax
 import pytest
 
 import shardkit as sk
-from benchmarks import growth, links, overlap, pipeline, scale, schedules, soak, start, step_overhead, strategies
+from benchmarks import (
+    growth,
+    links,
+    monitor_peers,
+    overlap,
+    pipeline,
+    processes,
+    scale,
+    schedules,
+    soak,
+    start,
+    step_overhead,
+    strategies,
+)
 from shardkit import bench
 from shardkit.bench.measure import MODES
 from shardkit.bench.workload import reference
@@ -48,9 +61,10 @@ def test_start_says_that_simulated_devices_share_the_cores_and_its_example_runs(
 
 
 def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
-    mesh, model = sk.make_mesh(jax.devices()[:2], data=2), step_overhead.mlp(8, 8)
-    _, by_hand = step_overhead.counted(step_overhead.by_hand(model, optax.sgd(1e-3), mesh, "by hand"))
-    traced, compiled = step_overhead.counted(step_overhead.built(model, optax.sgd(1e-3), mesh))
+    mesh, model = sk.make_mesh(jax.devices()[:2], data=2), step_overhead.make_mlp(8, 8)
+    case_by_hand = step_overhead.make_case_by_hand(model, optax.sgd(1e-3), mesh, "by hand")
+    _, by_hand = step_overhead.count_operations(case_by_hand)
+    traced, compiled = step_overhead.count_operations(step_overhead.make_built_case(model, optax.sgd(1e-3), mesh))
     assert traced["random_fold_in"] == 3
     assert not [name for name in compiled if name in ("kXor", "kShiftLeft", "kShiftRightLogical", "kWhile")]
     assert compiled["kAllReduce"] == by_hand["kAllReduce"]
@@ -222,7 +236,8 @@ def test_a_tutorials_step_agrees_with_one_device():
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
         work = reference(sk.models.transformer.Config(layers=1, dim=16, heads=4), 16, 4)
         how = {"compiler_options": {"xla_backend_optimization_level": 0}, "calls": 1, "rounds": 1}
-        one, tutorial = bench.strategies(work, mesh=mesh, only=[name], beside=strategies.beside(work, mesh), **how)
+        by_hand = strategies.list_handwritten_cases(work, mesh)
+        one, tutorial = bench.strategies(work, mesh=mesh, only=[name], beside=by_hand, **how)
     assert 0 < tutorial["disagreement_relative_max"] < tutorial["tolerance_relative"] and not tutorial["wrong"]
     assert one["wire_bytes"] == 0 < tutorial["wire_bytes"] == tutorial["written_bytes"]
     parameters = (one["held_bytes"] - 16 * 4 * 2 * 4 - 4) / 3  # beside two moments, the batch and a counter
@@ -247,14 +262,15 @@ def test_the_work_of_masked_schedules_is_that_of_all_devices_at_every_tick():
     """By closed form and by hand; the published tables have these numbers."""
     p, m = 4, 8
     for schedule in (sk.schedules.gpipe(p, m), sk.schedules.lockstep(p, m)):
-        assert schedules.work(schedule, "masked") == pytest.approx((m + p - 1) * 4 / (3 * m))
-    assert schedules.work(sk.schedules.breadth_first(p, m, 2), "masked") == pytest.approx(
+        assert schedules.count_work(schedule, "masked") == pytest.approx((m + p - 1) * 4 / (3 * m))
+    assert schedules.count_work(sk.schedules.breadth_first(p, m, 2), "masked") == pytest.approx(
         (2 * m + p - 1) * 4 / 2 / (3 * m)
     )
     # Ticks of F, F, B, F, B beside I, and B beside W: 1 + 1 + 3 + 1 + 3 + (3 + 1).
     mixed = sk.schedules.Schedule.from_csv("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1I1,1W1\n")
-    assert schedules.work(mixed, "masked") == pytest.approx(2 * 13 / (3 * 2 * 2))
-    assert all(schedules.work(schedules.builder(name, 4, 8), "branch") == 4 / 3 for name in schedules.BUILDERS)
+    assert schedules.count_work(mixed, "masked") == pytest.approx(2 * 13 / (3 * 2 * 2))
+    for name in schedules.BUILDERS:
+        assert schedules.count_work(schedules.build_schedule(name, 4, 8), "branch") == 4 / 3
 
 
 # proves F40
@@ -278,12 +294,13 @@ def test_executed_schedules_agree_with_the_model(tmp_path, capsys):
 
 @pytest.mark.check
 def test_the_exponent_is_the_slope_in_logarithms_and_axes_multiply_to_a_power_of_two():
-    assert growth.exponent([1, 2, 4, 8], [5 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
+    assert growth.fit_exponent([1, 2, 4, 8], [5 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
     # By hand: points (0, 0), (1, 2), (2, 1) in logarithms to the base 2.
-    assert growth.exponent([1, 2, 4], [1, 4, 2]) == pytest.approx(0.5)
-    assert growth.exponent([1, 2, 4], [3, None, 48]) == pytest.approx(2) and growth.exponent([2, 2], [1, 3]) is None
-    assert scale.axes_of(4096) == {"data": 32, "fsdp": 16, "model": 8}
-    assert all(scale.Point("devices", scale.axes_of(2**k)).devices == 2**k for k in range(16))
+    assert growth.fit_exponent([1, 2, 4], [1, 4, 2]) == pytest.approx(0.5)
+    assert growth.fit_exponent([1, 2, 4], [3, None, 48]) == pytest.approx(2)
+    assert growth.fit_exponent([2, 2], [1, 3]) is None
+    assert scale.choose_axes(4096) == {"data": 32, "fsdp": 16, "model": 8}
+    assert all(scale.Point("devices", scale.choose_axes(2**k)).devices == 2**k for k in range(16))
 
 
 @pytest.mark.deep  # it compiles in a process of its own
@@ -293,10 +310,10 @@ def test_the_text_of_a_step_grows_with_the_devices_by_the_groups_of_its_collecti
     """A table with an entry for each device, written into the program instead of made on the device, grows it too."""
     sizes = {}
     for devices in (64, 4096):
-        mesh = scale.axes_of(devices) if stages == 1 else {"data": devices // stages, "stage": stages}
+        mesh = scale.choose_axes(devices) if stages == 1 else {"data": devices // stages, "stage": stages}
         point = scale.Point("devices", mesh, layers=4, dim=64, microbatches=4)
-        text = scale.traced(point, sk.abstract_mesh(**mesh)).lower(lowering_platforms=("cpu",)).as_text()
-        sizes[devices] = len(scale.without_groups(text))
+        text = scale.trace_step(point, sk.abstract_mesh(**mesh)).lower(lowering_platforms=("cpu",)).as_text()
+        sizes[devices] = len(scale.remove_groups(text))
         assert sizes[devices] < len(text) and "dense<" in text
     assert sizes[4096] == pytest.approx(sizes[64], rel=0.01)
 
@@ -306,7 +323,14 @@ def test_scale_smoke(tmp_path):
     smoke("scale", "--smoke", "--json", tmp_path / "out.jsonl")
     one, many = bench.read(tmp_path / "out.jsonl")
     assert one["compile_cpu_s"] > 0 and one["compile_rss_bytes"] > 2**20 and many["compile_cpu_s"] is None
-    assert many["trace_cpu_s"] > 0 and many["mesh"] == scale.axes_of(4096)
+    assert many["trace_cpu_s"] > 0 and many["mesh"] == scale.choose_axes(4096)
+
+
+def test_the_peak_of_a_child_is_its_own():
+    """By getrusage it would be at least this process's, in which jax is."""
+    code = "from benchmarks import processes; print(processes.read_peak_resident_bytes())"
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0 < int(child.stdout) < 2**26 < processes.read_resident_bytes() <= processes.read_peak_resident_bytes()
 
 
 # ---- what hides
@@ -315,8 +339,8 @@ def test_scale_smoke(tmp_path):
 @pytest.mark.check
 def test_the_share_is_of_the_shorter_of_the_two():
     """All of it hides where together take the longer, nothing where the sum, and a slower pair is below 0."""
-    times = [(10, 4, 10), (10, 4, 14), (4, 10, 12), (10, 4, 16), (10, 0, 10)]
-    assert [overlap.share_hidden(*each) for each in times] == [1, 0, 0.5, -0.5, None]
+    rows = [(10, 4, 10), (10, 4, 14), (4, 10, 12), (10, 4, 16), (10, 0, 10)]
+    assert [overlap.compute_hidden_share(*times) for times in rows] == [1, 0, 0.5, -0.5, None]
 
 
 @pytest.mark.check
@@ -324,18 +348,18 @@ def test_what_is_predicted_is_what_the_time_model_says(monkeypatch):
     """Compute and wire of the report, and of the wire what is exposed; not the sum of both, nor the longer."""
     report = SimpleNamespace(compute=SimpleNamespace(seconds=8e-3), wire_seconds=2e-3, exposed_seconds=5e-4)
     monkeypatch.setattr(sk.aot, "compile", lambda step, args, topology: report)
-    parts = overlap.cases_of(sk.abstract_mesh(x=8), SMALL)["matmul_reduce_scatter, ring"]()
-    assert overlap.predicted(parts) == (8000, 2000, 8500)
+    parts = overlap.list_cases(sk.abstract_mesh(x=8), SMALL)["matmul_reduce_scatter, ring"]()
+    assert overlap.predict_times(parts) == (8000, 2000, 8500)
 
 
 # proves F82: where there is hardware, each is timed alone and together
 def test_the_three_are_timed_and_subtracted():
     """The arithmetic on real functions; on simulated devices the times themselves mean nothing."""
-    parts = overlap.cases_of(sk.make_mesh(x=8), SMALL)["matmul_reduce_scatter, ring"]()
-    one, other, both = times = overlap.measured(parts, rounds=2)
-    [record] = overlap.records({"ring": times}, "here", "measured", SMALL)
+    parts = overlap.list_cases(sk.make_mesh(x=8), SMALL)["matmul_reduce_scatter, ring"]()
+    one, other, both = times = overlap.measure_times(parts, rounds=2)
+    [record] = overlap.make_records({"ring": times}, "here", "measured", SMALL)
     assert record["hidden_share"] == pytest.approx((one + other - both) / min(one, other), abs=1e-3)
-    assert overlap.lines([record]).endswith("here, measured")
+    assert overlap.format_table([record]).endswith("here, measured")
 
 
 @pytest.mark.deep
@@ -357,8 +381,8 @@ def test_what_crosses_by_the_census(local):
     x = jax.ShapeDtypeStruct((n, size // 4), "float32")
 
     def across(name):
-        rows = sk.census(links.kernel_of(links.WAYS[name], mesh), x).rows
-        return float(sum(links.crossing(row.kind, row.axes, row.total, local) for row in rows))
+        rows = sk.census(links.map_kernel(links.KERNELS[name], mesh), x).rows
+        return float(sum(links.count_bytes_across(row.kind, row.axes, row.total, local) for row in rows))
 
     assert across("plain") == 2 * (n - 1) / n * size
     assert across("hierarchical") == size
@@ -371,16 +395,16 @@ def test_what_crosses_by_the_census(local):
 @pytest.mark.check
 def test_the_expected_time_by_hand():
     """12.5 MB at 100 Mbit/s take a second, but for the 16 KiB of the queue; at 1 Gbit/s its burst is a millisecond."""
-    told = links.expected_seconds(12.5e6, 6, 100, call=0.1, message=0.01)
+    told = links.predict_seconds(12.5e6, 6, 100, call=0.1, message=0.01)
     assert told == pytest.approx(0.1 + 0.06 + 1 - 16384 / 12.5e6)
-    assert links.expected_seconds(125e6, 0, 1000, call=0, message=0) == pytest.approx(1 - 0.001)
+    assert links.predict_seconds(125e6, 0, 1000, call=0, message=0) == pytest.approx(1 - 0.001)
 
 
 def test_every_way_has_the_exact_sum():
     """The ways and the numbers that are sent, which bfloat16 and int8 hold exactly; on one host's devices."""
     mesh = sk.make_mesh(jax.devices()[:4], host=2, local=2)
-    x, expected = links.operand(mesh, 640)
-    ways = [links.kernel_of(way, mesh) for way in links.WAYS.values()]
+    x, expected = links.make_operand(mesh, 640)
+    ways = [links.map_kernel(kernel, mesh) for kernel in links.KERNELS.values()]
     for out in jax.jit(lambda x: [way(x) for way in ways])(x):
         np.testing.assert_array_equal(out, expected)
 
@@ -394,7 +418,7 @@ def test_a_round_takes_as_long_as_on_the_host_that_comes_last():
         one = {"case": "plain", "baseline": "plain", "rounds": 2, "samples": samples, "wrong": 1, "environment": {}}
         return [one | {"link_bytes": link, "expected_us": 40.0}]
 
-    [merged] = links.merged(host([100.0, 80.0], 1000.0), host([90.0, 120.0], 1100.0))
+    [merged] = links.merge_hosts(host([100.0, 80.0], 1000.0), host([90.0, 120.0], 1100.0))
     assert merged["samples"]["wall_us"] == [90.0, 80.0] and merged["samples"]["cpu_us"] == [20.0, 40.0]
     assert merged["wall_us_median"] == 85.0 and merged["achieved"] == round(40 / 85, 4)
     assert merged["wrong"] == 2 and merged["link_bytes"] == 1050
@@ -403,17 +427,27 @@ def test_a_round_takes_as_long_as_on_the_host_that_comes_last():
 @pytest.mark.deep  # it starts two processes, that compile six programs
 def test_over_a_real_link_bytes_are_those_of_the_census(tmp_path):
     try:
-        with links.two_hosts(100):
+        with links.open_link(100):
             pass
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this machine makes no network namespaces: {error}")
     smoke("links", "--smoke", "--json", tmp_path / "out.jsonl")
     records = bench.read(tmp_path / "out.jsonl")
-    assert [r["case"] for r in records] == list(links.WAYS) and not any(r["wrong"] for r in records)
+    assert [r["case"] for r in records] == list(links.KERNELS) and not any(r["wrong"] for r in records)
     assert all(1 < r["link_bytes"] / r["link_bytes_expected"] < 1.3 for r in records)  # headers, and answers
     assert smoke("diloco", "--link", "--smoke").count("DiLoCo, H=") == 3
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert not set(links.SPACES) & set(left.split())
+    assert not {host.space for host in links.HOSTS} & set(left.split())
+
+
+# ---- monitors
+
+
+def test_a_rank_that_has_died_is_not_heard():
+    """A command to die and a message for the rank may come in one turn, in this order."""
+    ranks = monitor_peers.Simulated(port=0, token="", first=0, last=0, size=2)
+    ranks.hear(1)
+    assert ranks.counts["heard"] == 0
 
 
 # ---- soak

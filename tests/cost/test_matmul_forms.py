@@ -3,13 +3,14 @@
 import pytest
 
 from benchmarks import matmul_forms as benchmark
+from benchmarks.stored import read_by_case
 from shardkit import cost
 from shardkit.cost import matmul_forms
 from shardkit.cost.matmul_forms import Forms, Matmul
 
 pytestmark = pytest.mark.check
 
-STORED = benchmark.stored()
+STORED = read_by_case(benchmark.RESULTS)
 # Where the choice is more than 2% slower than the best form. Both ways through a switch, a message of half the size
 # happens to be under way beside a copy that the ring makes first.
 SLOWER = {
@@ -20,20 +21,20 @@ SLOWER = {
 
 @pytest.mark.parametrize("case", sorted(STORED))
 def test_the_choice_is_the_best_form_or_within_two_percent(case):
-    for program, choice in benchmark.choices(STORED[case]).items():
+    for program, choice in benchmark.list_choices(STORED[case]).items():
         assert choice.slower <= SLOWER.get((case, program), 0.02), (program, choice)
 
 
 def test_the_exceptions_are_some():
     """An exception that the rule no longer needs leaves."""
     for (case, program), slower in SLOWER.items():
-        assert slower - 0.01 < benchmark.choices(STORED[case])[program].slower <= slower
+        assert slower - 0.01 < benchmark.list_choices(STORED[case])[program].slower <= slower
 
 
 def test_the_seconds_are_those_of_the_compiled_programs():
     ratios = []
     for record in STORED.values():
-        for choice in benchmark.choices(record).values():
+        for choice in benchmark.list_choices(record).values():
             ratios.append(choice.predicted / choice.compiled)
     ratios.sort()
     assert ratios[len(ratios) // 2] == pytest.approx(1, abs=0.002)

@@ -8,6 +8,7 @@ import pytest
 
 import shardkit as sk
 from benchmarks import planned
+from benchmarks.stored import read_by_case
 from shardkit import cost, planner
 from shardkit.analysis.hlo.compute import clock_of
 from shardkit.planner import Layout, Model, memory, operations, overlap
@@ -180,10 +181,10 @@ def test_selective_recomputation_repeats_two_products():
 
 def test_the_state_is_what_a_train_step_holds():
     row = planned.Row("v5e:2x4", "1.5b", Layout(fsdp=4, tensor=2))
-    _, (state, batch) = row.step()
+    _, (state, batch) = row.build_step()
     found = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
     found += sum(math.prod(x.shape) * 4 // 4 for x in batch.values())  # 4 devices split it
-    assert count_held(row.share()) == pytest.approx(found, abs=64)
+    assert count_held(row.compute_share()) == pytest.approx(found, abs=64)
 
 
 OF_BOTH = [Layout(2, 2, 2, 2, "full"), Layout(fsdp=2, tensor=2, remat="selective")]
@@ -210,9 +211,9 @@ def test_what_is_sent_is_what_the_census_counts(layout):
         model = model._replace(ffn=512, experts=8)
     with jax.numpy_dtype_promotion("standard"):  # of optax.adam
         row = planned.Row("h100:1x1x8", "", layout, sequence=64)
-        step, args = row.step(model)
+        step, args = row.build_step(model)
         census = sk.census(step, *args)
-    traffic = count_traffic(row.share(model))
+    traffic = count_traffic(row.compute_share(model))
     assert sum(axis.sent for axis in traffic.values()) == float(census.sent())
     assert traffic["expert"].sent == float(census.sent(kind="all_to_all"))
 
@@ -237,21 +238,21 @@ def test_rows_of_experts_take_their_places_or_the_worst_case():
 
 # proves F52, F84 (against the compilers): what follows from the table that benchmarks/planned.py writes
 def test_predictions_beside_what_was_compiled():
-    records = planned.stored()
-    known = [row for row in planned.rows() if row.name in records]
+    records = read_by_case(planned.RESULTS)
+    known = [row for row in planned.list_rows() if row.name in records]
     assert len(known) == len(records) >= 24
-    ratios = {row.name: planned.beside(row, records[row.name]) for row in known}
+    ratios = {row.name: planned.compute_ratios(row, records[row.name]) for row in known}
     for name, ratio in ratios.items():
         assert abs(ratio["held"] - 1) < 0.01 and abs(ratio["peak"] - 1) < 0.13, name
         assert ratio["written"] == pytest.approx(1, abs=1e-9) and 0.75 < ratio["step"] < 1.15, name
     assert sum(abs(ratio["peak"] - 1) < 0.1 for ratio in ratios.values()) >= 0.95 * len(ratios)
     assert sum(0.9 <= ratio["step"] <= 1.1 for ratio in ratios.values()) >= 0.9 * len(ratios)
-    assert planned.tau(planned.pairs(records)) > 0.95
+    assert planned.compute_tau(planned.list_step_seconds(records)) > 0.95
 
 
 def error_of(figure, rows, records):
     """The mean distance of predictions from what was compiled, as a factor's logarithm."""
-    ratios = [planned.beside(row, records[row.name])[figure] for row in rows]
+    ratios = [planned.compute_ratios(row, records[row.name])[figure] for row in rows]
     return sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios)
 
 
@@ -276,7 +277,7 @@ def error_of(figure, rows, records):
 def test_predictions_get_worse_without_a_habit_of_the_compilers(
     habit, neutral, figure, of, with_it, without, monkeypatch
 ):
-    records = planned.stored()
+    records = read_by_case(planned.RESULTS)
     chosen = {
         "TPU": lambda row: not row.topology.startswith("h100"),
         "TPU without fsdp": lambda row: not row.topology.startswith("h100") and row.layout.fsdp == 1,
@@ -285,7 +286,7 @@ def test_predictions_get_worse_without_a_habit_of_the_compilers(
         "GPU": lambda row: row.topology.startswith("h100"),
         "experts": lambda row: planned.MODELS[row.model].experts,
     }
-    rows = [row for row in planned.rows() if row.name in records and row not in planned.DRAWN and chosen[of](row)]
+    rows = [row for row in planned.list_rows() if row.name in records and row not in planned.DRAWN and chosen[of](row)]
     assert error_of(figure, rows, records) == pytest.approx(with_it, abs=1e-3)
     for module in (memory, operations, overlap):
         monkeypatch.setattr(module, "habits_of", lambda chip: habits_of(chip)._replace(**{habit: neutral}))

@@ -38,7 +38,7 @@ def test_it_is_the_reference_transformer_on_every_mesh(fsdp, tp):
     batch, params, loss, grads = reference()
     mesh = sk.make_mesh(jax.devices()[: fsdp * tp], fsdp=fsdp, model=tp)
     grad_fn = sk.value_and_grad(large_model.loss_fn(CONFIG, tp))
-    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh, plan=large_model.plan())
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh, plan=large_model.make_plan())
     state, metrics = step(init(params, jax.random.key(0)), batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     expected = jax.tree.map(lambda p, g: p - g, params, grads)
@@ -47,7 +47,7 @@ def test_it_is_the_reference_transformer_on_every_mesh(fsdp, tp):
 
 def test_what_70_billion_parameters_send_on_512_chips():
     config = large_model.MODELS["70b"]
-    step, args = large_model.abstract(config, fsdp=64, tp=8, batch=4, tokens=4096)
+    step, args = large_model.describe_step(config, fsdp=64, tp=8, batch=4, tokens=4096)
     assert sum(x.size for x in jax.tree.leaves(args[0].params)) == 70_553_706_496
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
         census = sk.census(step, *args)
@@ -73,7 +73,7 @@ def test_tracing_does_not_grow_with_the_number_of_chips():
     """The same program whatever the mesh: what is traced for 4096 chips has as many equations as for 8."""
 
     def equations(fsdp, tp):
-        step, args = large_model.abstract(large_model.MODELS["70b"], fsdp=fsdp, tp=tp, batch=1, tokens=4096)
+        step, args = large_model.describe_step(large_model.MODELS["70b"], fsdp=fsdp, tp=tp, batch=1, tokens=4096)
         with jax.numpy_dtype_promotion("standard"):
             return sum(1 for _ in walk(step.trace(*args).jaxpr.jaxpr))
 

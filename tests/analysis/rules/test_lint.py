@@ -310,7 +310,7 @@ def test_a_step_over_two_axes_is_clean(options, mesh2x4):
 def test_a_large_step_on_4096_devices():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         config = large_model.MODELS["70b"]
-        step, args = large_model.abstract(config, fsdp=512, tp=8, batch=1, tokens=4096)
+        step, args = large_model.describe_step(config, fsdp=512, tp=8, batch=1, tokens=4096)
         assert [str(f) for f in lint(step, *args)] == []
 
 
