@@ -26,7 +26,7 @@ class StepChange(NamedTuple):
     """
 
     name: str
-    options: Mapping[str, bool] = _NOTHING
+    options: Mapping[str, bool | int] = _NOTHING
     fields: Mapping[str, Any] = _NOTHING
 
     def of_layout(self, layout: Layout) -> Layout:
