@@ -44,11 +44,12 @@ class Timer:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
         """Times a test; pytest calls it."""
-        begun = time.process_time()
+        # CPU time: the clock would show what else runs on the machine for the minutes that a list of rows takes.
+        start_time = time.process_time()
         try:
             result = yield
         finally:
-            self.seconds = time.process_time() - begun
+            self.seconds = time.process_time() - start_time
         self.passed = True
         return result
 
@@ -89,9 +90,28 @@ def measure_row(checkout: Path, row: int) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'tests'}"}
     command = [sys.executable, __file__, "--child", str(row)]
     child = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)
-    [line] = [line for line in child.stdout.splitlines() if line.startswith(_MARK)]
-    measured: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-    return measured
+    for line in child.stdout.splitlines():
+        if line.startswith(_MARK):
+            result: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            return result
+    raise RuntimeError(f"row {row} measured nothing in {checkout}: {child.stderr[-2000:]}")
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """A cell of the table."""
+    seconds = f"{result['seconds']:.2f}"
+    if result["passed"]:
+        return seconds
+    return f"{seconds}, did not pass"
+
+
+def choose_rows(options: argparse.Namespace) -> list[int]:
+    """The numbers of the rows that are measured."""
+    if options.smoke:
+        return [4]
+    if options.rows:
+        return list(options.rows)
+    return list(range(count_rows()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,31 +126,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.child is not None:
         time_row(options.child)
         return
-    if options.smoke:
-        rows = [4]
-    elif options.rows:
-        rows = options.rows
-    else:
-        rows = list(range(count_rows()))
     checkouts = {"here": HERE}
     if options.against:
         checkouts["against"] = options.against.resolve()
     totals = dict.fromkeys(checkouts, 0.0)
     print(f"| row | {' | '.join(checkouts)} |\n|--:|{'--:|' * len(checkouts)}")
-    for row in rows:
-        measured = {name: measure_row(checkout, row) for name, checkout in checkouts.items()}
-        cells = []
-        for result in measured.values():
-            text = f"{result['seconds']:.2f}"
-            cells.append(text if result["passed"] else f"{text}, did not pass")
+    for row in choose_rows(options):
+        results = {}
+        for name, checkout in checkouts.items():
+            results[name] = measure_row(checkout, row)
+        cells = [format_result(result) for result in results.values()]
         print(f"| {row} | {' | '.join(cells)} |", flush=True)
         if options.json:
             with options.json.open("a") as file:
-                file.write(json.dumps({"benchmark": "covering_rows", "row": row, **measured}) + "\n")
-        if all(result["passed"] for result in measured.values()):
-            for name, result in measured.items():
+                file.write(json.dumps({"benchmark": "covering_rows", "row": row, **results}) + "\n")
+        # A row that fails in one checkout may have ended early there.
+        if all(result["passed"] for result in results.values()):
+            for name, result in results.items():
                 totals[name] += result["seconds"]
-    print("CPU seconds of the rows that passed: " + ", ".join(f"{name} {total:.1f}" for name, total in totals.items()))
+    summary = ", ".join(f"{name} {total:.1f}" for name, total in totals.items())
+    print(f"CPU seconds of the rows that passed: {summary}")
     if options.against:
         print(f"here / against: {totals['here'] / totals['against']:.2f}")
 

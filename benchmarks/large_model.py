@@ -119,11 +119,14 @@ def loss_fn(config: Config, tp: int) -> Callable[[Any, Any, Any], sk.Mean]:
         table_vD = gather_weight("embed", params["embed"])
         first = sk.axis_index("model") * table_vD.shape[0]
         x_bTD = _look_up_rows(table_vD, batch["tokens"] - first)
+        # Each word stands on one device: the others add zeros, and keep their part of the tokens.
         x_btD = sk.reduce_scatter(x_bTD, "model", dim=1)
         x_btD, _ = jax.lax.scan(jax.checkpoint(apply_layer), x_btD, params["layers"])
         h_bTD = sk.all_gather(rms_norm(x_btD, params["final_norm"]), "model", dim=1)
         head_Dv = gather_weight("head", params["head"])
         logits_bTv = jnp.einsum("bTD,Dv->bTv", h_bTD, head_Dv).astype(jnp.float32)
+        # A device has the logits of its words alone: maximum, sum and the target's are over "model". No device ever has
+        # all logits, which at 128,256 words would be the largest array of the step.
         top_bT = sk.all_reduce(jax.lax.stop_gradient(logits_bTv.max(-1)), "model", op="max")
         total_bT = sk.all_reduce(jnp.exp(logits_bTv - top_bT[..., None]).sum(-1), "model")
         target_bT = sk.all_reduce(_look_up_entries(logits_bTv, batch["targets"] - first), "model")

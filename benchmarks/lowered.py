@@ -39,21 +39,12 @@ def list_steps() -> Iterator[tuple[str, Lower]]:
     """The steps by name. The checkout in which this runs has the tests that they come from."""
     from support import conformance, pipelines, rows
 
-    adam = partial(_lower, optimizer="adamw")
     for row in conformance.PLANS:
         for model in conformance.MODELS:
-            grad_fn = sk.value_and_grad(model.loss(row.model_axis))
-            yield (
-                f"plan {row.name}, {model.name}",
-                partial(adam, row.sizes, grad_fn, plan=row.plan, params=model.params, batch=partial(model.batch, 0)),
-            )
+            yield f"plan {row.name}, {model.name}", partial(_lower_plan, row, model)
     for model in conformance.MESH_MODELS:
         for row in conformance.mesh_rows(model.name):
-            grad_fn = sk.value_and_grad(model.loss(row.model_axis))
-            yield (
-                f"mesh {row.name}, {model.name}",
-                partial(adam, row.sizes, grad_fn, plan=row.plan, params=model.params, batch=partial(_eight, model)),
-            )
+            yield f"mesh {row.name}, {model.name}", partial(_lower_plan, row, model, examples=8)
     for name in (*pipelines.BUILDERS, "from_csv"):
         for stages, microbatches in ((2, 3), (4, 3), (2, 4)):
             for mode in ("masked", "branch"):
@@ -65,34 +56,13 @@ def list_steps() -> Iterator[tuple[str, Lower]]:
         yield f"covering row {number}", partial(_lower_row, number)
 
 
-def _eight(model: Any) -> Any:
-    """The first eight examples of a model's batch."""
-    return jax.tree.map(lambda x: x[:8], model.batch(0))
-
-
-def _lower(
-    sizes: dict[str, int],
-    grad_fn: Any,
-    *,
-    optimizer: Any,
-    plan: Callable[[], sk.Plan],
-    params: Callable[[], Any],
-    batch: Callable[[], Any],
-    **options: Any,
-) -> list[str]:
-    """The hashes of a step's StableHLO and of its census."""
-    from support.training import lenient
-
-    if optimizer == "adamw":
-        optimizer = lenient(optax.adamw(1e-2))
-    mesh = sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
-    init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan(), **options)
-    arguments = (init(params(), jax.random.key(5)), batch())
-    program = step.lower(*arguments).as_text()
-    census = []
-    for row in sk.census(step, *arguments).rows:
-        census.append(f"{row.kind} {row.axes} {row.count} {row.bytes_in}")
-    return [_hash(program), _hash("\n".join(sorted(census)))]
+def _lower_plan(row: Any, model: Any, examples: int | None = None) -> list[str]:
+    """The step of a plan, of all examples of a model's batch or of the first ones."""
+    grad_fn = sk.value_and_grad(model.loss(row.model_axis))
+    batch = model.batch(0)
+    if examples is not None:
+        batch = jax.tree.map(lambda x: x[:examples], batch)
+    return _lower(row.sizes, grad_fn, optimizer=_make_adamw(), plan=row.plan(), params=model.params(), batch=batch)
 
 
 def _lower_pipeline(name: str, stages: int, microbatches: int, form: dict[str, Any]) -> list[str]:
@@ -103,10 +73,10 @@ def _lower_pipeline(name: str, stages: int, microbatches: int, form: dict[str, A
     return _lower(
         {"stage": stages},
         grad_fn,
-        optimizer="adamw",
-        plan=partial(sk.pp, "stage"),
-        params=partial(pipelines.make_params, stages * schedule.chunks),
-        batch=partial(pipelines.make_batch, 2 * microbatches),
+        optimizer=_make_adamw(),
+        plan=sk.pp("stage"),
+        params=pipelines.make_params(stages * schedule.chunks),
+        batch=pipelines.make_batch(2 * microbatches),
     )
 
 
@@ -119,13 +89,33 @@ def _lower_row(number: int) -> list[str]:
         dict(row.mesh),
         row.grad_fn,
         optimizer=row.optimizer,
-        plan=lambda: row.plan,
-        params=partial(conformance.weights, case.config),
-        batch=partial(rows.batch, 0),
+        plan=row.plan,
+        params=conformance.weights(case.config),
+        batch=rows.batch(0),
         accumulate=row.accumulate,
         precision=row.precision,
         nonfinite=row.nonfinite,
     )
+
+
+def _make_adamw() -> Any:
+    from support.training import lenient
+
+    return lenient(optax.adamw(1e-2))
+
+
+def _lower(
+    sizes: dict[str, int], grad_fn: Any, *, optimizer: Any, plan: sk.Plan, params: Any, batch: Any, **options: Any
+) -> list[str]:
+    """The hashes of a step's StableHLO and of its census."""
+    mesh = sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+    init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, **options)
+    state = init(params, jax.random.key(5))
+    program = step.lower(state, batch).as_text()
+    census = []
+    for row in sk.census(step, state, batch).rows:
+        census.append(f"{row.kind} {row.axes} {row.count} {row.bytes_in}")
+    return [_hash(program), _hash("\n".join(sorted(census)))]
 
 
 def _hash(text: str) -> str:

@@ -82,13 +82,14 @@ def make_tutorial_loss(microbatches: int, remat: bool) -> Callable[..., Any]:
             # Every device computes a loss. That of the last one counts, once its first microbatch has arrived.
             tick_total = compute_loss(params, y, batch).total
             total = total + jnp.where((device == LAST) & (t >= LAST), tick_total, 0.0)
+            # Every device hands its result on, whether it is one or not: the next tick reads what arrives.
             y = lax.ppermute(y, "stage", [(i, i + 1) for i in range(LAST)])
             return (y, total), None
 
         zero = (jnp.zeros(inputs.shape[1:], inputs.dtype), jnp.float32(0))
         carry = lax.pcast(zero, "stage", to="varying")
         (_, total), _ = lax.scan(tick, carry, jnp.arange(microbatches + LAST))
-        return lax.psum(total, "stage") / embedded.size
+        return lax.psum(total, "stage") / embedded.size  # only the last device has a total
 
     return loss
 

@@ -128,8 +128,8 @@ def make_pipelined_step(schedule: sk.schedules.Schedule, mode: Any, recompute: b
         # Table and gain are on all devices, but the first stage alone has a gradient of one, and the last of the other.
         ends = {"table": grads["table"], "gain": grads["gain"]}
         mean, ends = sk.all_reduce((mean, ends), "stage")
-        grads = jax.tree.map(lambda g: g / mean.weight, grads | ends)
-        return mean.total / mean.weight, grads
+        loss = mean.total / mean.weight
+        return loss, jax.tree.map(lambda g: g / mean.weight, grads | ends)
 
     mapped = jax.shard_map(compute_on_device, mesh=mesh, in_specs=(SPECS, P()), out_specs=(P(), SPECS))
 

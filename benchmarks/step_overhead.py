@@ -52,13 +52,13 @@ class Model(NamedTuple):
 def make_mlp(width: int = 64, examples: int = 64) -> Model:
     """Three dense layers and a squared error: so little arithmetic that any overhead would show."""
     features = 32
-    keys = jax.random.split(jax.random.key(0), 5)
+    *layer_keys, _, example_key = jax.random.split(jax.random.key(0), 5)
     dims = ((features, width), (width, width), (width, 1))
     params = []
-    for key, (rows, columns) in zip(keys[:3], dims, strict=True):
+    for key, (rows, columns) in zip(layer_keys, dims, strict=True):
         weights = jax.random.normal(key, (rows, columns)) / np.sqrt(rows)
         params.append({"w": weights, "b": jnp.zeros(columns)})
-    x = jax.random.normal(keys[-1], (examples, features))
+    x = jax.random.normal(example_key, (examples, features))
 
     def loss_fn(params: Any, batch: Any, keys: Any) -> tuple[sk.Mean, dict[str, sk.Mean]]:
         *hidden_layers, last = params

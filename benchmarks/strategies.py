@@ -131,10 +131,11 @@ def make_constrained_loss(
         def project(name: str) -> jax.Array:
             return constraints.pin_columns(jnp.einsum("BTD,DHK->BTHK", x_BTD, weights[name]))
 
+        q_BTHK = project("query")
+        k_BTHK = project("key")
+        v_BTHK = project("value")
         positions_T = jnp.arange(x_BTD.shape[1])
-        q_BTHK = blocks.rotate(project("query"), positions_T)
-        k_BTHK = blocks.rotate(project("key"), positions_T)
-        y_BTHK = dot_attention(q_BTHK, k_BTHK, project("value"))
+        y_BTHK = dot_attention(blocks.rotate(q_BTHK, positions_T), blocks.rotate(k_BTHK, positions_T), v_BTHK)
         return jnp.einsum("BTHK,HKD->BTD", constraints.pin_columns(y_BTHK), weights["attention_out"])
 
     def apply_mlp(weights: Any, x_BTD: jax.Array) -> jax.Array:
@@ -201,6 +202,7 @@ def make_tutorial_case(builder: CaseBuilder, name: str, make_plan: Callable[...,
 
     def compute_on_device(params: Any, batch: Any) -> Any:
         def loss(params: Any, microbatch: Any) -> jax.Array:
+            # Here, within what is differentiated, so that autodiff makes a reduce-scatter of each gather.
             gathered = jax.tree.map(gather_leaf, params, specs)
             # Means of as many examples each: their sum over devices and microbatches is divided by the number of both.
             return compute_mean(gathered, microbatch) / (mesh.size * MICROBATCHES)
@@ -255,6 +257,7 @@ def make_gpipe_case(builder: CaseBuilder) -> bench.Case:
             y = run_stage(layers, stage_input, None)
             tick_total = compute_loss(params, y, get_microbatch(t - last))[0].total
             total = total + jnp.where((device == last) & (t >= last), tick_total, 0.0)
+            # Every device hands its result on, whether it is one or not: the next tick reads what arrives.
             x = lax.ppermute(y.x, "model", [(i, i + 1) for i in range(last)])
             return (x, total), None
 
@@ -262,6 +265,7 @@ def make_gpipe_case(builder: CaseBuilder) -> bench.Case:
         zeros = (jnp.zeros(shape.shape, shape.dtype), jnp.float32(0))
         state = lax.pcast(zeros, mesh.axis_names, to="varying")
         (_, total), _ = lax.scan(tick, state, jnp.arange(count + last))
+        # Of the stages the last one alone has a loss, of its examples: the sum over all axes is that of the batch.
         return lax.psum(total, mesh.axis_names)
 
     batch_spec = P()
