@@ -319,6 +319,11 @@ def format_table(records: Sequence[Record]) -> str:
     return f"{records[0]['row']}\n{align_right(rows)}"
 
 
+def count_slots(record: Record) -> int:
+    """All slots of a schedule, of which each holds an array of a microbatch."""
+    return sum(record[field] for field in SLOTS)
+
+
 def format_exponents(records: Sequence[Record]) -> str:
     """For each schedule, how slots, memory and the time to build grow with the microbatches, as a table."""
     records_by_case: dict[str, list[Record]] = {}
@@ -328,7 +333,7 @@ def format_exponents(records: Sequence[Record]) -> str:
     rows: list[tuple[str, ...]] = [("exponent against microbatches", "slots", "temp", "trace", "compile")]
     for name, schedule_records in records_by_case.items():
         microbatches = [record["microbatches"] for record in schedule_records]
-        slots = [sum(record[field] for field in SLOTS) for record in schedule_records]
+        slots = [count_slots(record) for record in schedule_records]
         cells = [name, format_number(fit_exponent(microbatches, slots))]
         for field in ("temp_bytes", "trace_cpu_s", "compile_cpu_s"):
             costs = [record[field] for record in schedule_records]
