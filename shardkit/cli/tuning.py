@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.analysis.hlo.report import Report, format_bytes
-from shardkit.analysis.hlo.tuning import CompilerOptions, Trial, rank_trial
+from shardkit.analysis.hlo.tuning import CompilerOptions, Trial, keep_faster, rank_trial
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.changes import StepChange
@@ -40,9 +40,8 @@ def tune(candidate: Candidate, first: Trial, changes: Sequence[StepChange], comp
         SparseCore, ring, prefetch
                                 2.91 s
     """
-    best = Attempt(candidate, first)
-    attempts = [best]
-    for change in changes:
+
+    def apply(best: Attempt, change: StepChange) -> Attempt:
         options = best.trial.options | dict(change.options)
         changed = best.candidate._replace(layout=change.of_layout(best.candidate.layout))
         names = (*best.changes, change.name)
@@ -50,12 +49,9 @@ def tune(candidate: Candidate, first: Trial, changes: Sequence[StepChange], comp
             trial = Trial(options, compile_step(changed, options, ", ".join(names)))
         except RuntimeError as error:
             trial = Trial(options, None, str(error))
-        attempt = Attempt(changed, trial, names)
-        attempts.append(attempt)
-        # Not where both are equal, so that what has no effect is left out.
-        if rank_trial(trial) < rank_trial(best.trial):
-            best = attempt
-    return attempts
+        return Attempt(changed, trial, names)
+
+    return keep_faster(Attempt(candidate, first), changes, apply, _rank_attempt)
 
 
 def choose_attempt(attempts: Sequence[Attempt]) -> Attempt:

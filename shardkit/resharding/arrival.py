@@ -34,7 +34,7 @@ from shardkit.resharding.between_meshes import (
     join,
     join_meshes,
 )
-from shardkit.resharding.rounds import Side, cut_at_both
+from shardkit.resharding.rounds import Side, cut_at_both, divide_sizes
 from shardkit.resharding.transfers import Transfer
 from shardkit.resharding.views import Shape
 
@@ -109,8 +109,8 @@ def _make_sums(
     mesh: Mesh, spec: PartitionSpec, side: Side, grid: Shape, shape: Shape, result: Any, piece: int | None
 ) -> Any:
     axes = mesh.axis_names
-    local_grid = _divide(grid, side.parts)
-    block = _divide(shape, grid)
+    local_grid = divide_sizes(grid, side.parts)
+    block = divide_sizes(shape, grid)
 
     def sum_blocks(x: jax.Array) -> jax.Array:
         # Where this device's shard begins in the array.
@@ -134,10 +134,6 @@ def _make_sums(
     return jax.jit(jax.shard_map(sum_blocks, mesh=mesh, in_specs=spec, out_specs=out_specs))
 
 
-def _divide(sizes: Shape, counts: Shape) -> Shape:
-    return tuple(size // count for size, count in zip(sizes, counts, strict=True))
-
-
 def compare(
     transfers: Sequence[Transfer], sums_before: Sequence[Any], sums_after: Sequence[Any], mesh: Mesh, to: Mesh
 ) -> Arrival:
@@ -149,8 +145,8 @@ def compare(
     lengths_after = []
     for transfer in transfers:
         grid = cut_at_both(transfer.source, transfer.target)
-        lengths_before.append(math.prod(_divide(grid, transfer.source.parts)))
-        lengths_after.append(math.prod(_divide(grid, transfer.target.parts)))
+        lengths_before.append(math.prod(divide_sizes(grid, transfer.source.parts)))
+        lengths_after.append(math.prod(divide_sizes(grid, transfer.target.parts)))
     length = max(sum(lengths_before), sum(lengths_after))
     source_part = _make_message(sums_before, mesh, length)
     target_part = _make_message(sums_after, to, length)
@@ -207,12 +203,12 @@ def _compare_leaf(transfer: Transfer, sums_before: np.ndarray, sums_after: np.nd
     # Backwards, so that of copies the first one counts.
     devices = list(transfer.source.devices())
     for device, sums in reversed(list(zip(devices, sums_before, strict=True))):
-        expected[_find_blocks(transfer.source, device, grid)] = sums.reshape(_divide(grid, transfer.source.parts))
-    block = _divide(transfer.shape, grid)
+        expected[_find_blocks(transfer.source, device, grid)] = sums.reshape(divide_sizes(grid, transfer.source.parts))
+    block = divide_sizes(transfer.shape, grid)
     lost = []
     for number, (device, sums) in enumerate(zip(transfer.target.devices(), sums_after, strict=True)):
         blocks = _find_blocks(transfer.target, device, grid)
-        differs = expected[blocks] != sums.reshape(_divide(grid, transfer.target.parts))
+        differs = expected[blocks] != sums.reshape(divide_sizes(grid, transfer.target.parts))
         for index in np.argwhere(differs):
             place = []
             for offset, block_range, size in zip(index.tolist(), blocks, block, strict=True):
@@ -226,6 +222,6 @@ def _compare_leaf(transfer: Transfer, sums_before: np.ndarray, sums_after: np.nd
 def _find_blocks(side: Side, device: dict[str, int], grid: Shape) -> tuple[slice, ...]:
     """Which blocks of the grid are in a device's shard."""
     blocks = []
-    for index, count in zip(side.find_shard(device), _divide(grid, side.parts), strict=True):
+    for index, count in zip(side.find_shard(device), divide_sizes(grid, side.parts), strict=True):
         blocks.append(slice(index * count, (index + 1) * count))
     return tuple(blocks)

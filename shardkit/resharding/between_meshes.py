@@ -38,7 +38,7 @@ from shardkit.collectives import all_gather, vary
 from shardkit.collectives.permute import permute
 from shardkit.resharding.rounds import Pairs, Side
 from shardkit.resharding.transfers import Batch, Staging, Transfer
-from shardkit.resharding.views import Shape
+from shardkit.resharding.views import Shape, count_parts, find_joint_index
 
 JOINT = "joint"  # the axis of the joint mesh: the devices of the source in their order, then those of the target
 
@@ -308,34 +308,25 @@ def _find_writes(transfer: Transfer, batch: Batch) -> list[_Writes]:
     target = transfer.target
     unit = transfer.route.unit
     shard_shape = np.maximum(np.floor_divide(transfer.shape, target.parts), 1)
-    split_sizes = [target.sizes[axis] for axis in target.split_axes]
-    copy_sizes = [target.sizes[axis] for axis in target.copy_axes]
+    shards = count_parts(target.split_axes, target.sizes)
     devices = list(target.devices())
     tables = []
     for step in batch:
         rounds = len(step.rounds)
-        counts = np.zeros(math.prod(split_sizes), np.int32)
-        units = np.zeros((len(counts), target.copies * rounds), np.int32)
+        counts = np.zeros(shards, np.int32)
+        units = np.zeros((shards, target.copies * rounds), np.int32)
         starts = np.zeros((*units.shape, len(unit)), np.int32)
         for number, messages in enumerate(step.rounds):
             for message in messages:
                 device = devices[message.receiver]
-                shard = _join_index([device[axis] for axis in target.split_axes], split_sizes)
-                copy = _join_index([device[axis] for axis in target.copy_axes], copy_sizes)
+                shard = find_joint_index(target.split_axes, device, target.sizes)
+                copy = find_joint_index(target.copy_axes, device, target.sizes)
                 place = (shard, counts[shard])
                 units[place] = copy * rounds + number
                 starts[place] = np.multiply(message.unit, unit) % shard_shape
                 counts[shard] += 1
         tables.append(_Writes(counts, units, starts))
     return tables
-
-
-def _join_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
-    """The index of a device along several axes, the first one major."""
-    index = 0
-    for coordinate, size in zip(indices, sizes, strict=True):
-        index = index * size + coordinate
-    return index
 
 
 @lru_cache(maxsize=1024)

@@ -132,9 +132,9 @@ def cut_at_both(source: Side, target: Side) -> Shape:
     return tuple(map(math.lcm, source.parts, target.parts))
 
 
-def divide_sizes(shape: Shape, grid: Shape) -> Shape:
-    """The shape of a unit of a grid."""
-    return tuple(size // count for size, count in zip(shape, grid, strict=True))
+def divide_sizes(sizes: Shape, counts: Shape) -> Shape:
+    """The shape of a unit, of an array that is cut into a grid of so many units along each dim."""
+    return tuple(size // count for size, count in zip(sizes, counts, strict=True))
 
 
 def _cut_for_copies(shape: Shape, grid: Shape, source: Side, target: Side) -> Shape:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardkit.analysis.hlo.report import Report, format_bytes
 from shardkit.meshes.layout import table
 
 Option = bool | int | float | str
 CompilerOptions = dict[str, Option]
+T = TypeVar("T")
+C = TypeVar("C")
 
 
 class Trial(NamedTuple):
@@ -78,15 +80,27 @@ def try_options(compile_with: Callable[[CompilerOptions], Trial], options: Seque
         {a, b}       1.8 ms
         {a, c}       1.6 ms    kept: the fastest
     """
-    best = compile_with({})
-    trials = [best]
-    for added in options:
-        trial = compile_with(best.options | dict(added))
-        trials.append(trial)
-        # Not where both are equal, so that options without an effect are left out.
-        if rank_trial(trial) < rank_trial(best):
-            best = trial
+
+    def add_options(best: Trial, added: Mapping[str, Option]) -> Trial:
+        return compile_with(best.options | dict(added))
+
+    trials = keep_faster(compile_with({}), options, add_options, rank_trial)
     return Tuned(tuple(sorted(trials, key=rank_trial)))
+
+
+def keep_faster(
+    first: T, changes: Iterable[C], apply: Callable[[T, C], T], rank: Callable[[T], tuple[bool, float, int]]
+) -> list[T]:
+    """Tries each change on what was kept so far, and keeps it if that lowers the rank: all that was tried."""
+    best = first
+    tried = [first]
+    for change in changes:
+        candidate = apply(best, change)
+        tried.append(candidate)
+        # Not where both are equal, so that a change without an effect is left out.
+        if rank(candidate) < rank(best):
+            best = candidate
+    return tried
 
 
 def rank_trial(trial: Trial) -> tuple[bool, float, int]:
