@@ -36,7 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardkit._arguments.checks import apart
 from shardkit.collectives import all_gather, vary
 from shardkit.collectives.permute import permute
-from shardkit.resharding.rounds import Pairs, Side
+from shardkit.resharding.rounds import Pairs, Side, divide_sizes
 from shardkit.resharding.transfers import Batch, Staging, Transfer
 from shardkit.resharding.views import Shape, count_parts, find_joint_index
 
@@ -187,7 +187,7 @@ def _find_starts_to_send(transfer: Transfer, batch: Batch) -> list[np.ndarray]:
     """For each step [devices, rounds, dims]: where in its shard the unit begins that a device sends in each round."""
     source = transfer.source
     unit = transfer.route.unit
-    shard_shape = [size // count for size, count in zip(transfer.shape, source.parts, strict=True)]
+    shard_shape = divide_sizes(transfer.shape, source.parts)
     tables = []
     for step in batch:
         # A device without a message in this step cuts a unit too, which nobody gets.

@@ -18,7 +18,16 @@ from shardkit._arguments.checks import format_count
 from shardkit.meshes.layout import canonical, local_shape_of, spec_axes
 from shardkit.plans.storage import is_key, is_padded
 from shardkit.resharding.moves import LeafStorage
-from shardkit.resharding.rounds import Pairs, Round, Rounds, Side, cut_unit, find_rounds, list_pairs
+from shardkit.resharding.rounds import (
+    Pairs,
+    Round,
+    Rounds,
+    Side,
+    cut_unit,
+    divide_sizes,
+    find_rounds,
+    list_pairs,
+)
 from shardkit.resharding.views import Shape
 
 
@@ -69,7 +78,7 @@ class Transfer(NamedTuple):
     @property
     def piece(self) -> Shape:
         """The shape of a piece of a unit."""
-        return tuple(size // count for size, count in zip(self.route.unit, self.pieces, strict=True))
+        return divide_sizes(self.route.unit, self.pieces)
 
     @property
     def crossing(self) -> int:

@@ -165,18 +165,19 @@ def _is_forced(field: Field, equation: Any, operands: Sequence[Operand]) -> bool
     if isinstance(x, Exact) or isinstance(y, Exact):
         return False
     # `count < 0` is false for all inputs. `count < limit` is not, where the limit follows from floats.
-    is_at_most_zero = bool((np.asarray(y) <= 0).all())
-    if field.marks.follows_floats(y) or not is_at_most_zero:
-        return False
-    return field.marks.is_natural(x)
+    return _is_at_most_zero(field, y) and field.marks.is_natural(x)
+
+
+def _is_at_most_zero(field: Field, x: Known) -> bool:
+    """Whether integers are zero or negative for all inputs: constants, that is."""
+    return not field.marks.follows_floats(x) and bool((np.asarray(x) <= 0).all())
 
 
 def _is_natural_beside_zero(field: Field, x: Known, y: Known) -> bool:
     """Whether one of two integers is not negative for any input, and the other is zero or a negative constant."""
-    for natural, other in ((x, y), (y, x)):
-        if field.marks.is_natural(natural) and not field.marks.follows_floats(other) and bool((other <= 0).all()):
-            return True
-    return False
+    if _is_at_most_zero(field, y):
+        return field.marks.is_natural(x)
+    return _is_at_most_zero(field, x) and field.marks.is_natural(y)
 
 
 def _are_natural(field: Field, operands: Sequence[Operand]) -> bool:
