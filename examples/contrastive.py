@@ -13,15 +13,17 @@ import shardkit as sk
 
 
 def init_tower(key, features):
+    in_key, out_key = jax.random.split(key)
     return {
-        "in": jax.random.normal(key, (features, 16)) / features**0.5,
-        "out": jax.random.normal(key, (16, 8)) / 16**0.5,
+        "in": jax.random.normal(in_key, (features, 16)) / features**0.5,
+        "out": jax.random.normal(out_key, (16, 8)) / 16**0.5,
     }
 
 
 def init(key):
-    image = init_tower(key, 12)
-    text = init_tower(key, 6)
+    image_key, text_key = jax.random.split(key)
+    image = init_tower(image_key, 12)
+    text = init_tower(text_key, 6)
     return {"image": image, "text": text, "scale": jnp.float32(1)}
 
 
@@ -35,8 +37,9 @@ def make_loss(axes):
     """The loss for a batch whose examples are split over these mesh axes."""
 
     def loss_fn(params, batch, keys):
-        image = embed(params["image"], batch["image"], keys)
-        text = embed(params["text"], batch["text"], keys)
+        image_keys, text_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+        image = embed(params["image"], batch["image"], image_keys)
+        text = embed(params["text"], batch["text"], text_keys)
 
         # The right partner of a row is the example of the same number in the whole batch. Of 32 examples on 8 devices,
         # device 2 has rows 0 to 3, whose partners are 8 to 11.
@@ -66,7 +69,7 @@ if __name__ == "__main__":
     grad_fn = sk.value_and_grad(make_loss(plan.batch_axes))
     train = sk.make_train_step(grad_fn, optax.adam(0.01), mesh=mesh, plan=plan)
     state = train.init(init, jax.random.key(0))
-    for key in jax.random.split(jax.random.key(1), 60):
+    for key in jax.random.split(jax.random.key(1), 100):
         image = jax.random.normal(key, (32, 12))
         text = image[:, :6]  # what a pair has in common
         state, metrics = train.step(state, {"image": image, "text": text, "weight": jnp.ones(32)})

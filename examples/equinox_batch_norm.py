@@ -17,9 +17,10 @@ class ConvNet(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, key, axes=()):
-        self.conv = eqx.nn.Conv2d(3, 8, 3, use_bias=False, key=key)
+        conv_key, head_key = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(3, 8, 3, use_bias=False, key=conv_key)
         self.norm = eqx.nn.BatchNorm(8, axis_name=axes, mode="batch")
-        self.head = eqx.nn.Linear(8, 4, key=key)
+        self.head = eqx.nn.Linear(8, 4, key=head_key)
 
     def __call__(self, x, stats):
         x, stats = self.norm(jax.vmap(self.conv, out_axes=1)(x), stats)  # [channels, examples, ..]
@@ -35,6 +36,8 @@ def make(mesh, plan):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return sk.Mean.of(losses), {"stats": sk.Mean(stats, jnp.float32(1))}
 
-    carry = lambda stats, metrics, params: jax.tree.map(lambda x, y: y.astype(x.dtype), stats, metrics["stats"])
+    def carry(stats, metrics, params):
+        return jax.tree.map(lambda x, y: y.astype(x.dtype), stats, metrics["stats"])
+
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(1e-2), mesh=mesh, plan=plan, carry=carry)
     return step, init(params, jax.random.key(0), carried=stats)

@@ -19,16 +19,42 @@ class Block(eqx.Module):
         return x + sk.layers.row_linear(hidden, down.weight.T, axis) + down.bias[None]
 
 
-make_block = lambda key: Block(eqx.nn.LayerNorm(8), eqx.nn.MLP(8, 8, 32, 1, jax.nn.gelu, key=key))
+def make_block(key):
+    return Block(eqx.nn.LayerNorm(8), eqx.nn.MLP(8, 8, 32, 1, jax.nn.gelu, key=key))
+
+
 layers = eqx.filter_vmap(make_block)(jax.random.split(jax.random.key(0), 4))
 model = {"layers": layers, "head": eqx.nn.Linear(8, 1, key=jax.random.key(1))}
 params, static = eqx.partition(model, eqx.is_inexact_array)  # static: what is not trained, such as jax.nn.gelu
 dims = {"layers.mlp.layers.0.weight": 1, "layers.mlp.layers.0.bias": 1, "layers.mlp.layers.1.weight": 2}
-stage = lambda layers, x, keys: sk.scan_layers(lambda p, x: eqx.combine(p, static["layers"])(x, "model"), layers, x)
-head = lambda params, x, batch: sk.Mean.of((jax.vmap(params["head"])(x)[:, 0] - batch.sum(1)) ** 2)
-loss_fn = lambda params, batch, keys: head(params, stage(params["layers"], batch, keys), batch)
+
+
+def embed(params, x, keys):
+    return x
+
+
+def apply_layer(layer, x):
+    block = eqx.combine(layer, static["layers"])
+    return block(x, "model")
+
+
+def stage(layers, x, keys):
+    return sk.scan_layers(apply_layer, layers, x)
+
+
+def head(params, x, batch):
+    prediction = jax.vmap(params["head"])(x)[:, 0]
+    return sk.Mean.of((prediction - batch.sum(1)) ** 2)
+
+
+def loss_fn(params, batch, keys):
+    x = embed(params, batch, keys)
+    x = stage(params["layers"], x, keys)
+    return head(params, x, batch)
+
+
 pipe = sk.pipeline(sk.schedules.lockstep(2, 4), "stage")
-grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(lambda params, x, keys: x, stage, head)}
+grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(embed, stage, head)}
 runs = {}
 for axis, plan in {"fsdp": sk.fsdp("fsdp", layerwise=("layers",), min_size=1), "stage": pipe.plan}.items():
     mesh = sk.make_mesh(**{"data": 2, axis: 2, "model": 2})

@@ -15,12 +15,14 @@ OPTIMIZERS = {"critic": optax.adam(0.01, b1=0.5), "generator": optax.adam(0.01, 
 
 
 def init(key):
-    def draw(*shape):
-        return jax.random.normal(jax.random.fold_in(key, len(shape)), shape) / 4
-
-    layers = {"w": draw(2, 16, 16), "b": jnp.zeros((2, 16))}
-    critic = {"in": draw(2, 16), "layers": layers, "out": draw(16, 1)}
-    generator = {"w": draw(2, 2), "b": jnp.zeros(2)}
+    in_key, layers_key, out_key, generator_key = jax.random.split(key, 4)
+    layers = {"w": jax.random.normal(layers_key, (2, 16, 16)) / 4, "b": jnp.zeros((2, 16))}
+    critic = {
+        "in": jax.random.normal(in_key, (2, 16)) / 4,
+        "layers": layers,
+        "out": jax.random.normal(out_key, (16, 1)) / 4,
+    }
+    generator = {"w": jax.random.normal(generator_key, (2, 2)) / 4, "b": jnp.zeros(2)}
     return {"critic": critic, "generator": generator}
 
 

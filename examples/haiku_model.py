@@ -21,14 +21,33 @@ first = hk.without_apply_rng(hk.transform(block))
 last = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x)[:, 0]))
 layer = hk.without_apply_rng(hk.transform(lambda x: block(x, hidden=16, axis="model"))).apply
 x = jax.numpy.ones((1, 8))
-keys = jax.random.split(jax.random.key(0), 4)
-params = {"layers": jax.vmap(first.init, (0, None))(keys, x), "head": last.init(keys[0], x)}
+layers_key, head_key = jax.random.split(jax.random.key(0))
+layers = jax.vmap(first.init, (0, None))(jax.random.split(layers_key, 4), x)
+params = {"layers": layers, "head": last.init(head_key, x)}
 dims = {"layers.up.w": 2, "layers.up.b": 1, "layers.down.w": 1}
-stage = lambda layers, x, keys: sk.scan_layers(layer, layers, x)
-head = lambda params, x, batch: sk.Mean.of((last.apply(params["head"], x) - batch.sum(1)) ** 2)
-loss_fn = lambda params, batch, keys: head(params, stage(params["layers"], batch, keys), batch)
+
+
+def embed(params, x, keys):
+    return x
+
+
+def stage(layers, x, keys):
+    return sk.scan_layers(layer, layers, x)
+
+
+def head(params, x, batch):
+    prediction = last.apply(params["head"], x)
+    return sk.Mean.of((prediction - batch.sum(1)) ** 2)
+
+
+def loss_fn(params, batch, keys):
+    x = embed(params, batch, keys)
+    x = stage(params["layers"], x, keys)
+    return head(params, x, batch)
+
+
 pipe = sk.pipeline(sk.schedules.lockstep(2, 4), "stage")
-grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(lambda params, x, keys: x, stage, head)}
+grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(embed, stage, head)}
 runs = {}
 for axis, plan in {"fsdp": sk.fsdp("fsdp", layerwise=("layers",), min_size=1), "stage": pipe.plan}.items():
     mesh = sk.make_mesh(**{"data": 2, axis: 2, "model": 2})

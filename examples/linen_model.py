@@ -7,7 +7,8 @@ import optax
 import shardkit as sk
 
 sk.simulate_devices(8)
-split, normal = nn.with_partitioning, nn.initializers.lecun_normal()
+split = nn.with_partitioning
+normal = nn.initializers.lecun_normal()
 
 
 class Block(nn.Module):
@@ -18,17 +19,43 @@ class Block(nn.Module):
     def __call__(self, x, _=None):
         h = nn.Dense(self.hidden, use_bias=False, kernel_init=split(normal, (None, "model")))(nn.LayerNorm()(x))
         y = nn.Dense(8, use_bias=False, kernel_init=split(normal, ("model", None)))(nn.gelu(h))
-        return x + (sk.all_reduce(y, self.axis) if self.axis else y), None
+        if self.axis is not None:  # each device multiplied its part of the hidden width
+            y = sk.all_reduce(y, self.axis)
+        return x + y, None
 
 
 Stack = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=4, metadata_params={nn.PARTITION_NAME: None})
-key, x = jax.random.key(0), jax.numpy.ones((1, 8))
-boxed = {"layers": Stack().init(key, x)["params"], "head": nn.Dense(1).init(key, x)["params"]}
-stage = lambda layers, x, keys: sk.scan_layers(lambda p, x: Block(16, "model").apply({"params": p}, x)[0], layers, x)
-head = lambda params, x, batch: sk.Mean.of((nn.Dense(1).apply({"params": params["head"]}, x)[:, 0] - batch.sum(1)) ** 2)
-loss_fn = lambda params, batch, keys: head(params, stage(params["layers"], batch, keys), batch)
+layers_key, head_key = jax.random.split(jax.random.key(0))
+x = jax.numpy.ones((1, 8))
+boxed = {"layers": Stack().init(layers_key, x)["params"], "head": nn.Dense(1).init(head_key, x)["params"]}
+
+
+def embed(params, x, keys):
+    return x
+
+
+def apply_layer(layer, x):
+    y, _ = Block(16, "model").apply({"params": layer}, x)
+    return y
+
+
+def stage(layers, x, keys):
+    return sk.scan_layers(apply_layer, layers, x)
+
+
+def head(params, x, batch):
+    prediction = nn.Dense(1).apply({"params": params["head"]}, x)[:, 0]
+    return sk.Mean.of((prediction - batch.sum(1)) ** 2)
+
+
+def loss_fn(params, batch, keys):
+    x = embed(params, batch, keys)
+    x = stage(params["layers"], x, keys)
+    return head(params, x, batch)
+
+
 pipe = sk.pipeline(sk.schedules.lockstep(2, 4), "stage")
-grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(lambda params, x, keys: x, stage, head)}
+grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(embed, stage, head)}
 runs = {}
 for axis, plan in {"fsdp": sk.fsdp("fsdp", min_size=1), "stage": pipe.plan}.items():
     mesh = sk.make_mesh(**{"data": 2, axis: 2, "model": 2})

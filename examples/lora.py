@@ -13,14 +13,20 @@ import shardkit as sk
 LABELS = {"layers": {"w": "frozen", "down": "lora", "up": "lora"}, "head": "head"}
 TRAINED = jax.tree.map(lambda label: label != "frozen", LABELS)
 OPTIMIZERS = {"frozen": optax.set_to_zero(), "lora": optax.adam(1e-2), "head": optax.sgd(0.01)}
-apply_layer = lambda layer, x: x + jnp.tanh(x @ layer["w"] + x @ layer["down"] @ layer["up"])
 
 
 def init(key):
-    w = jax.random.normal(key, (4, 16, 16)) / 4
-    down = jax.random.normal(key, (4, 16, 2)) / 4
+    w_key, down_key, head_key = jax.random.split(key, 3)
+    w = jax.random.normal(w_key, (4, 16, 16)) / 4
+    down = jax.random.normal(down_key, (4, 16, 2)) / 4
     layers = {"w": w, "down": down, "up": jnp.zeros((4, 2, 16))}
-    return {"layers": layers, "head": jax.random.normal(key, (16, 1)) / 4}
+    return {"layers": layers, "head": jax.random.normal(head_key, (16, 1)) / 4}
+
+
+def apply_layer(layer, x):
+    frozen = x @ layer["w"]
+    trained = x @ layer["down"] @ layer["up"]
+    return x + jnp.tanh(frozen + trained)
 
 
 def loss_fn(params, batch, keys):
@@ -35,6 +41,9 @@ def select_lora(params):
 def make(mesh, plan):
     grad_fn = sk.value_and_grad(loss_fn, trained=TRAINED)
     optimizer = optax.multi_transform(OPTIMIZERS, LABELS)
-    carry = lambda average, metrics, params: optax.incremental_update(select_lora(params), average, 0.1)
+
+    def carry(average, metrics, params):
+        return optax.incremental_update(select_lora(params), average, 0.1)
+
     train = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, carry=carry)
     return train.step, train.init(init, jax.random.key(0), carried=select_lora)

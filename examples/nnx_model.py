@@ -8,7 +8,8 @@ import shardkit as sk
 
 sk.simulate_devices(8)
 nnx.use_eager_sharding(False)  # the plan places the parameters
-split, normal = nnx.with_partitioning, nnx.initializers.lecun_normal()
+split = nnx.with_partitioning
+normal = nnx.initializers.lecun_normal()
 
 
 class Block(nnx.Module):
@@ -24,11 +25,33 @@ class Block(nnx.Module):
 
 layers = nnx.vmap(Block, transform_metadata={nnx.PARTITION_NAME: None})(nnx.Rngs(0).split(4))
 model = {"layers": layers, "head": nnx.Linear(8, 1, rngs=nnx.Rngs(1))}  # modules are pytrees
-stage = lambda layers, x, keys: sk.scan_layers(lambda layer, x: layer(x, "model"), layers, x)
-head = lambda model, x, batch: sk.Mean.of((model["head"](x)[:, 0] - batch.sum(1)) ** 2)
-loss_fn = lambda model, batch, keys: head(model, stage(model["layers"], batch, keys), batch)
+
+
+def embed(model, x, keys):
+    return x
+
+
+def apply_layer(layer, x):
+    return layer(x, "model")
+
+
+def stage(layers, x, keys):
+    return sk.scan_layers(apply_layer, layers, x)
+
+
+def head(model, x, batch):
+    prediction = model["head"](x)[:, 0]
+    return sk.Mean.of((prediction - batch.sum(1)) ** 2)
+
+
+def loss_fn(model, batch, keys):
+    x = embed(model, batch, keys)
+    x = stage(model["layers"], x, keys)
+    return head(model, x, batch)
+
+
 pipe = sk.pipeline(sk.schedules.lockstep(2, 4), "stage")
-grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(lambda model, x, keys: x, stage, head)}
+grad_fns = {"fsdp": sk.value_and_grad(loss_fn), "stage": pipe.value_and_grad(embed, stage, head)}
 runs = {}
 for axis, plan in {"fsdp": sk.fsdp("fsdp", min_size=1), "stage": pipe.plan}.items():
     mesh = sk.make_mesh(**{"data": 2, axis: 2, "model": 2})
