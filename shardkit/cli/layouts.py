@@ -27,6 +27,7 @@ from shardkit.planner.candidates import Candidate
 from shardkit.planner.changes import list_changes
 from shardkit.planner.search import AXES, list_estimates
 from shardkit.planner.source import source_of
+from shardkit.planner.tables import format_milliseconds
 
 MODELS = {  # Llama 3
     "8b": planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocabulary=128_256),
@@ -247,7 +248,7 @@ def tune_candidates(
 def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
     """A table of what was predicted of each candidate, beside what the compiler reports, the fastest first."""
     rows = [
-        ("", "memory", "", "compute s", "", "exposed s", "", "fits"),
+        ("", "memory", "", "compute ms", "", "exposed ms", "", "fits"),
         ("layout", "predicted", "compiled", "predicted", "compiled", "predicted", "compiled", ""),
     ]
     pairs = list(zip(candidates, reports, strict=True))
@@ -260,10 +261,10 @@ def compare(candidates: Sequence[Candidate], reports: Sequence[Report]) -> str:
             str(candidate.layout),
             format_bytes(candidate.bytes),
             format_bytes(report.needed),
-            f"{candidate.compute_seconds:.3f}",
-            f"{report.compute.seconds:.3f}",
-            f"{candidate.exposed_seconds:.3f}",
-            f"{report.exposed_seconds:.3f}",
+            format_milliseconds(candidate.compute_seconds),
+            format_milliseconds(report.compute.seconds),
+            format_milliseconds(candidate.exposed_seconds),
+            format_milliseconds(report.exposed_seconds),
             fits,
         )
         rows.append(row)
@@ -289,7 +290,7 @@ def choose_compiled(candidates: Sequence[Candidate], reports: Sequence[Report]) 
     if fastest is None:
         print(f"\nof {len(reports)} compiled layouts none fits. Pass more --chips, or compile more of the --rows.")
         return None
-    print(f"\nfastest as compiled: {fastest.layout}, {seconds:.2f} s")
+    print(f"\nfastest as compiled: {fastest.layout}, {format_milliseconds(seconds)} ms")
     return fastest
 
 

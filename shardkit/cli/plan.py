@@ -77,6 +77,7 @@ def plan(options: Options) -> int:
     from shardkit.cli import layouts
     from shardkit.cli.tuning import attempt_as_json, choose_attempt, compare_attempts
     from shardkit.planner.source import source_of
+    from shardkit.planner.tables import format_milliseconds
 
     checks.integers_from_one("plan", rows=options.rows)
     topology = topology_of(cost.chip(options.chip).name, options.chips)
@@ -128,7 +129,7 @@ def plan(options: Options) -> int:
         if best.trial.report is not None and best.trial.report.fits:
             chosen = best.candidate
             compiler_options = best.trial.options
-            print(f"\nfastest as tuned: {chosen.layout}, {best.trial.seconds:.2f} s")
+            print(f"\nfastest as tuned: {chosen.layout}, {format_milliseconds(best.trial.seconds)} ms")
     if options.emit is not None and chosen is not None:
         with open_output(options.emit) as out:
             out.write(source_of(chosen, **search.sizes, options=compiler_options))

@@ -10,6 +10,7 @@ from shardkit.analysis.hlo.tuning import CompilerOptions, Trial, keep_faster, ra
 from shardkit.meshes.layout import table
 from shardkit.planner.candidates import Candidate
 from shardkit.planner.changes import StepChange
+from shardkit.planner.tables import format_milliseconds
 
 # Compiles a candidate with options; raises a RuntimeError where the compiler refuses them.
 Compile = Callable[[Candidate, CompilerOptions, str], Report]
@@ -61,7 +62,7 @@ def choose_attempt(attempts: Sequence[Attempt]) -> Attempt:
 
 def compare_attempts(attempts: Sequence[Attempt]) -> str:
     """A table of all attempts, the fastest first."""
-    rows = [("layout", "changes", "memory", "compute s", "exposed s", "step s", "fits")]
+    rows = [("layout", "changes", "memory", "compute ms", "exposed ms", "step ms", "fits")]
     for attempt in sorted(attempts, key=_rank_attempt):
         rows.append(_make_row(attempt))
     return table(rows)
@@ -81,9 +82,9 @@ def _make_row(attempt: Attempt) -> tuple[str, str, str, str, str, str, str]:
         layout,
         changes,
         format_bytes(report.needed),
-        f"{report.compute.seconds:.3f}",
-        f"{report.exposed_seconds:.3f}",
-        f"{report.seconds:.3f}",
+        format_milliseconds(report.compute.seconds),
+        format_milliseconds(report.exposed_seconds),
+        format_milliseconds(report.seconds),
         "yes" if report.fits else "NO",
     )
 

@@ -61,10 +61,10 @@ def _format_figures(candidate: Candidate) -> list[str]:
     return [
         format_gigabytes(candidate.state_bytes),
         format_gigabytes(candidate.activation_bytes),
-        _format_milliseconds(candidate.compute_seconds),
-        _format_milliseconds(candidate.hidden_seconds),
-        _format_milliseconds(candidate.exposed_seconds),
-        _format_milliseconds(candidate.seconds),
+        format_milliseconds(candidate.compute_seconds),
+        format_milliseconds(candidate.hidden_seconds),
+        format_milliseconds(candidate.exposed_seconds),
+        format_milliseconds(candidate.seconds),
         f"{100 * candidate.mfu:.1f}",
     ]
 
@@ -74,7 +74,8 @@ def format_gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f}"
 
 
-def _format_milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
+    """Seconds in ms, with one decimal."""
     # With one decimal, a time below 0.1 ms would be shown as 0.0, as if nothing were sent.
     if 0 < seconds < 1e-4:
         return f"{1e3 * seconds:.2g}"

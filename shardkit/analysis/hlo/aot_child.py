@@ -71,13 +71,29 @@ def compile_in(folder: Path) -> dict[str, Any]:
     package = request["package"]
     return {
         "seconds": seconds,
-        # Linux counts it in KiB.
-        "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rss": _read_peak_memory(),
         "devices": len(devices),
         "places": [list(map(int, device.coords)) for device in grid.flat],
         "memory": asdict(memory_of(executable, peak)),
         "versions": {"jax": jax.__version__, package: metadata.version(package)},
     }
+
+
+def _read_peak_memory() -> int:
+    """The most memory that this process has had, bytes.
+
+    Linux starts `ru_maxrss` of a child with the peak of the process that started it: a trainer of 20 GB would make
+    every compilation look as large. What /proc says of a process is its own.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak  # macOS counts bytes, others KiB
+    return peak * 1024
 
 
 def _order_devices(devices: Sequence[Any], shape: tuple[int, ...], places: list[list[int]] | None) -> np.ndarray:
