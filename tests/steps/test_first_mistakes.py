@@ -132,7 +132,7 @@ def test_what_an_evaluation_and_a_first_state_are_made_of():
 def test_a_run_without_a_key(key, told):
     init, _ = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
     with type_error(f"init: key must be one jax key; got {told}. Pass for example jax.random.key(0)."):
-        init({"w": jnp.ones(3)}, key)
+        init({"w": np.ones(3, "f")}, key)
 
 
 # Their draws under vmap are those of the whole batch: dropout would depend on mesh and accumulation.
