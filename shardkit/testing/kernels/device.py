@@ -1,0 +1,585 @@
+"""Reads a kernel for one device: which events its core and its copies are, in the order of its program.
+
+Control and indices are integers that a device knows, so what a device does never depends on when something arrives. A
+kernel in which it does (a `semaphore_read` or data that decides a branch or an index) is refused by its line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardkit._jax import compat
+from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
+from shardkit._jax.jaxprs import source_line
+from shardkit.testing.exact.numbers.errors import UnsupportedError
+from shardkit.testing.kernels.events import Copy, Event, Semaphore, Wait
+from shardkit.testing.kernels.memory import COUNT, READ, WRITE, Access, Buffer, Place, View, whole
+from shardkit.testing.kernels.values import Data, compute_integers, computes_integers, is_known
+
+_MOST_ROUNDS = 100_000  # of a while loop
+
+
+class Operation(NamedTuple):
+    """An equation on data, which touches no memory that others see."""
+
+    equation: Any
+    operands: tuple[Any, ...]
+    results: tuple[Data, ...]
+
+
+class Row(NamedTuple):
+    """A row of an array that a scan goes over."""
+
+    array: Any
+    index: int
+    result: Data
+
+
+class Stack(NamedTuple):
+    """The array of what the rounds of a scan give."""
+
+    rows: tuple[Any, ...]
+    result: Data
+
+
+class Get(NamedTuple):
+    """A read of memory."""
+
+    view: View
+    result: Data
+
+
+class Put(NamedTuple):
+    """A write to memory, `adds` what is there."""
+
+    view: View
+    value: Any
+    adds: bool
+
+
+class Enter(NamedTuple):
+    """Arguments of a call, which its memory holds at its start, and the memory that holds nothing yet."""
+
+    arguments: tuple[tuple[Buffer, int], ...]
+    others: tuple[Buffer, ...]
+
+
+class Leave(NamedTuple):
+    """The memory that holds the results of a call at its end."""
+
+    results: tuple[Buffer, ...]
+
+
+class Program:
+    """The events of all devices, and the items of each: its own events, by number, and its operations between them."""
+
+    def __init__(self, axes: Mapping[str, int]):
+        self.axes = dict(axes)
+        self.devices = int(np.prod(list(axes.values()), dtype=int))
+        self.events: list[Event] = []
+        self.items: list[list[Any]] = [[] for _ in range(self.devices)]
+        self.last = [-1] * self.devices  # the newest event of each core
+        self.numbers = itertools.count()
+
+    def add(self, event: Event) -> int:
+        """Adds an event of an engine."""
+        self.events.append(event)
+        return len(self.events) - 1
+
+    def add_to_core(self, event: Event) -> int:
+        """Adds the next event of a device's core."""
+        number = self.add(event)
+        self.last[event.device] = number
+        self.items[event.device].append(number)
+        return number
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Where a device is in the mesh."""
+        places = np.unravel_index(device, tuple(self.axes.values()))
+        return dict(zip(self.axes, (int(place) for place in places), strict=True))
+
+    def device_at(self, coordinates: Mapping[str, int], line: str) -> int:
+        """The device at coordinates."""
+        number = 0
+        for axis, size in self.axes.items():
+            if not 0 <= coordinates[axis] < size:
+                raise IndexError(f"{line} names the device {coordinates[axis]} of {size} along {axis!r}")
+            number = number * size + coordinates[axis]
+        return number
+
+
+def add_call(program: Program, equation: Any, call: int) -> None:
+    """Adds the events of one `pallas_call` of every device."""
+    for device in range(program.devices):
+        _Reader(program, device, call, equation).run_call()
+
+
+class _Reader(JaxprInterpreter[Any]):
+    """Runs the kernel of one device; a value is a known integer, `Data`, or a `View` of memory."""
+
+    def __init__(self, program: Program, device: int, call: int, equation: Any):
+        self.program = program
+        self.device = device
+        self.call_number = call
+        self.call_equation = equation
+        self.line = source_line(equation)
+        self.position: tuple[int, ...] = ()
+        self.allocations: dict[int, int] = {}
+        self.scoped_semaphores: dict[Buffer, None] = {}
+
+    # The call
+
+    def run_call(self) -> None:
+        params = self.call_equation.params
+        mapping = params["grid_mapping"]
+        jaxpr = params["jaxpr"]
+        if mapping.num_dynamic_grid_bounds:
+            raise self._unsupported("a grid whose size is not known")
+        arrays = mapping.num_index_operands + mapping.num_inputs
+        buffers = []
+        names = _argument_names(jaxpr)
+        for place, variable in enumerate(jaxpr.invars):
+            shape, dtype = variable.aval.shape, variable.aval.dtype
+            block = place - mapping.num_index_operands
+            if 0 <= block < len(mapping.block_mappings):
+                array = mapping.block_mappings[block].array_aval
+                shape, dtype = array.shape, array.dtype
+            buffers.append(self._allocate(place, names[place], shape, dtype))
+        for source, result in params["input_output_aliases"]:
+            buffers[arrays + result] = buffers[source]
+        arguments = tuple((buffer, place) for place, buffer in enumerate(buffers[:arrays]))
+        others = tuple(buffer for buffer in buffers[arrays:] if buffer not in buffers[:arrays])
+        entered = self._enter(tuple(dict.fromkeys(buffers)), Enter(arguments, others))
+        for self.position in itertools.product(*(range(size) for size in mapping.grid)):
+            references = []
+            for place, buffer in enumerate(buffers):
+                block = place - mapping.num_index_operands
+                view = whole(buffer)
+                if 0 <= block < len(mapping.block_mappings):
+                    view = self._block(mapping.block_mappings[block], view)
+                references.append(view)
+            self.run(jaxpr, references)
+        results = tuple(buffers[arrays : arrays + mapping.num_outputs])
+        for buffer in self.scoped_semaphores:
+            self.program.events[entered].accesses.append(whole(buffer).access(self.device, WRITE))
+        self._leave(tuple(dict.fromkeys([*buffers, *self.scoped_semaphores])), Leave(results))
+
+    def _allocate(self, site: Any, name: str, shape: Sequence[int], dtype: Any) -> Buffer:
+        semaphore = not isinstance(dtype, np.dtype)
+        return Buffer((self.call_number, site), name, tuple(shape), None if semaphore else dtype)
+
+    # Memory that a device has not yet, or no longer, is memory of something else: whoever touches it before `enter` or
+    # after `leave` races with that. Without a barrier at the start a neighbour's copy may do so.
+    def _enter(self, buffers: tuple[Buffer, ...], effect: Any) -> int:
+        accesses = [whole(buffer).access(self.device, WRITE) for buffer in buffers]
+        return self._happen("enters the kernel", self.line, accesses=accesses, role="enter", effect=effect)
+
+    def _leave(self, buffers: tuple[Buffer, ...], effect: Any) -> None:
+        accesses = [whole(buffer).access(self.device, WRITE) for buffer in buffers]
+        self._happen("leaves the kernel", self.line, accesses=accesses, role="leave", effect=effect)
+
+    def _block(self, mapping: Any, view: View) -> View:
+        """The part of an array that a step of the grid sees. It is read in place: the docs page says what that leaves."""
+        if mapping.has_trivial_window():
+            return view
+        places = self.run(mapping.index_map_jaxpr, [np.asarray(i, np.int32) for i in self.position])
+        indices: list[int | range] = []
+        for dim, (block, place) in enumerate(zip(mapping.block_shape, places, strict=True)):
+            start = self._integer(place, self.line)
+            size = getattr(block, "block_size", None)
+            if size is None:
+                indices.append(start)
+                continue
+            if view.shape[dim] % size:
+                raise self._unsupported("a block that does not divide its array")
+            indices.append(range(start * size, (start + 1) * size))
+        return view.take(indices)
+
+    # Equations
+
+    def constant(self, x: Any) -> Any:
+        return np.asarray(x)
+
+    def literal(self, atom: Any) -> Any:
+        return np.asarray(atom.val, atom.aval.dtype)
+
+    def equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        rule = _RULES.get(equation.primitive.name)
+        if rule is not None:
+            return rule(self, equation, operands)
+        for x in operands:
+            if isinstance(x, View):
+                raise self._unsupported(f"the operation {equation.primitive.name} on memory", equation)
+        if computes_integers(equation, operands):
+            return compute_integers(equation, operands)
+        return self._operate(equation, operands)
+
+    def cond(self, equation: Any, branches: list[Any], operands: list[Any]) -> Sequence[Any]:
+        index, *arguments = operands
+        if is_known(index):
+            return self.run(branches[min(max(int(index), 0), len(branches) - 1)], arguments)
+        return self._operate(equation, operands)
+
+    def scan(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        consts, carry, arrays = scan_operands(equation, operands)
+        length = equation.params["length"]
+        order = range(length)
+        if equation.params["reverse"]:
+            order = order[::-1]
+        columns: list[list[Any]] = [[None] * length for _ in range(len(equation.outvars) - len(carry))]
+        for index in order:
+            rows = [self._row(array, index) for array in arrays]
+            results = self.run(body, [*consts, *carry, *rows])
+            carry = results[: len(carry)]
+            for column, x in zip(columns, results[len(carry) :], strict=True):
+                column[index] = x
+        stacks = []
+        for column, variable in zip(columns, equation.outvars[len(carry) :], strict=True):
+            stacks.append(self._stack(column, variable))
+        return [*carry, *stacks]
+
+    def while_loop(self, equation: Any, test: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        for_test, for_body, carry = while_operands(equation, operands)
+        for _ in range(_MOST_ROUNDS):
+            (more,) = self.run(test, [*for_test, *carry])
+            if not is_known(more):
+                raise self._unsupported("a loop whose end depends on data", equation)
+            if not more:
+                return carry
+            carry = self.run(body, [*for_body, *carry])
+        raise self._unsupported(f"a loop of more than {_MOST_ROUNDS} rounds", equation)
+
+    # Data
+
+    def _data(self, aval: Any) -> Data:
+        return Data(next(self.program.numbers), tuple(aval.shape), aval.dtype)
+
+    def _operate(self, equation: Any, operands: Sequence[Any]) -> list[Data]:
+        """Results of an equation on data, of loops and branches too unless they touch memory."""
+        for x in operands:
+            if isinstance(x, View):
+                raise self._unsupported("a branch that data decides", equation)
+        if compat.acts(equation):
+            raise self._unsupported(f"the operation {equation.primitive.name}", equation)
+        results = tuple(self._data(variable.aval) for variable in equation.outvars)
+        self.program.items[self.device].append(Operation(equation, tuple(operands), results))
+        return list(results)
+
+    def _row(self, array: Any, index: int) -> Any:
+        if is_known(array):
+            return np.asarray(array[index])
+        result = Data(next(self.program.numbers), array.shape[1:], array.dtype)
+        self.program.items[self.device].append(Row(array, index, result))
+        return result
+
+    def _stack(self, rows: list[Any], variable: Any) -> Any:
+        if all(is_known(row) for row in rows):
+            return np.asarray(rows, variable.aval.dtype).reshape(variable.aval.shape)
+        result = self._data(variable.aval)
+        self.program.items[self.device].append(Stack(tuple(rows), result))
+        return result
+
+    def _integer(self, x: Any, line: str) -> int:
+        if is_known(x) and np.ndim(x) == 0:
+            return int(x)
+        if isinstance(x, int):
+            return x
+        raise UnsupportedError(
+            f"{line}: an index, an amount or a device that depends on data or on what a semaphore counts; the orders of "
+            "a kernel are known only if its integers are known. Compute it of axis_index, program_id and loop counters."
+        )
+
+    # Memory and semaphores
+
+    def _happen(self, text: str, line: str, **fields: Any) -> int:
+        event = Event(self.device, self.call_number, text, line, self.program.last[self.device], **fields)
+        return self.program.add_to_core(event)
+
+    def _view(self, reference: Any, transforms: Sequence[Any], equation: Any) -> View:
+        """The memory that a reference with indexers names."""
+        inner = getattr(reference, "transforms", None)
+        if inner is not None:
+            reference, transforms = reference.ref, (*inner, *transforms)
+        view: View = reference
+        for transform in transforms:
+            if not hasattr(transform, "indices"):
+                raise self._unsupported("a reference that is reshaped or read as another dtype", equation)
+            indices: list[int | range] = []
+            for index in transform.indices:
+                if hasattr(index, "stride"):
+                    start, size = (self._integer(x, source_line(equation)) for x in (index.start, index.size))
+                    indices.append(range(start, start + size * index.stride, index.stride)[:size])
+                else:
+                    indices.append(self._integer(index, source_line(equation)))
+            try:
+                view = view.take(indices)
+            except IndexError as error:
+                raise IndexError(f"device {self.device} at {source_line(equation)}: {error}") from None
+        return view
+
+    def _semaphore(self, view: View, device: int) -> Semaphore:
+        return Semaphore(device, view.buffer, tuple(r[0] for r in view.ranges))
+
+    def _device(self, device_id: Any, kind: Any, equation: Any) -> int:
+        """The device that an operation names; without a name its own."""
+        line = source_line(equation)
+        if device_id is None:
+            return self.device
+        coordinates = self.program.coordinates(self.device)
+        if isinstance(device_id, dict):
+            for axis, place in device_id.items():
+                if axis not in coordinates:
+                    raise self._unsupported(f"a device named by {axis!r}, which is no axis of the mesh", equation)
+                coordinates[axis] = self._integer(place, line)
+            return self.program.device_at(coordinates, line)
+        places = device_id if isinstance(device_id, tuple | list) else (device_id,)
+        if kind.value == "logical" and len(places) == 1:
+            number = self._integer(places[0], line)
+            if not 0 <= number < self.program.devices:
+                raise IndexError(f"{line} names the device {number} of {self.program.devices}")
+            return number
+        if len(places) != len(coordinates):
+            raise self._unsupported(f"a device named by {len(places)} of {len(coordinates)} coordinates", equation)
+        named = {axis: self._integer(place, line) for axis, place in zip(coordinates, places, strict=True)}
+        return self.program.device_at(named, line)
+
+    def _unsupported(self, what: str, equation: Any = None) -> UnsupportedError:
+        line = self.line if equation is None else source_line(equation)
+        return UnsupportedError(f"{line}: the orders of a kernel with {what} are not known")
+
+
+def _argument_names(jaxpr: Any) -> list[str]:
+    names = getattr(jaxpr.debug_info, "arg_names", None) or ()
+    names = [str(name or "") for name in names]
+    found = []
+    for place in range(len(jaxpr.invars)):
+        name = names[place] if place < len(names) else ""
+        found.append(name or f"argument {place}")
+    return found
+
+
+# Rules: what an equation of Pallas is as events.
+
+
+def _get(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    reference, *indices = operands
+    view = reader._view(reference, jax.tree.unflatten(equation.params["tree"], indices), equation)
+    result = reader._data(equation.outvars[0].aval)
+    accesses = [view.access(reader.device, READ)]
+    text = f"reads {view.buffer.name}"
+    reader._happen(text, source_line(equation), accesses=accesses, effect=Get(view, result))
+    return [result]
+
+
+def _swap(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    reference, value, *indices = operands
+    view = reader._view(reference, jax.tree.unflatten(equation.params["tree"], indices), equation)
+    line = source_line(equation)
+    result = reader._data(equation.outvars[0].aval)
+    # A store is a swap whose result nobody uses.
+    if not _is_dropped(equation.outvars[0]):
+        accesses = [view.access(reader.device, READ)]
+        reader._happen(f"reads {view.buffer.name}", line, accesses=accesses, effect=Get(view, result))
+    accesses = [view.access(reader.device, WRITE)]
+    text = f"writes {view.buffer.name}"
+    reader._happen(text, line, accesses=accesses, effect=Put(view, value, adds=False))
+    return [result]
+
+
+def _is_dropped(variable: Any) -> bool:
+    return isinstance(variable, compat.private("core.DropVar"))
+
+
+def _add(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    reference, value, *indices = operands
+    view = reader._view(reference, jax.tree.unflatten(equation.params["tree"], indices), equation)
+    accesses = [view.access(reader.device, READ), view.access(reader.device, WRITE)]
+    text = f"adds to {view.buffer.name}"
+    reader._happen(text, source_line(equation), accesses=accesses, effect=Put(view, value, adds=True))
+    return []
+
+
+def _unflatten(tree: Any, operands: list[Any]) -> Any:
+    if hasattr(tree, "unflatten"):
+        return tree.unflatten(operands)
+    return jax.tree.unflatten(tree, operands)
+
+
+def _start(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    """A copy is three events of an engine after its start, each as late as it likes.
+
+    Its source is read; then, in either order, the semaphore of the source counts, and the target is written and its
+    semaphore counts.
+    """
+    line = source_line(equation)
+    if equation.params["add"]:
+        raise reader._unsupported("a copy that adds to its target", equation)
+    source, target, received, sent, device_id = _unflatten(equation.params["tree"], operands)
+    if received is None:
+        raise reader._unsupported("a copy without a semaphore", equation)
+    read = reader._view(source, (), equation)
+    written = reader._view(target, (), equation)
+    device = reader._device(device_id, equation.params["device_id_type"], equation)
+    program, call = reader.program, reader.call_number
+    to = f" to device {device}" if device_id is not None else ""
+    name = f"copy of {read.buffer.name}{to}"
+    start = reader._happen(f"starts a {name}", line, role="start")
+    event = Event(reader.device, call, f"{name} reads its source", line, start, role="load")
+    event.accesses.append(read.access(reader.device, READ))
+    load = program.add(event)
+    if sent is not None:
+        event = Event(reader.device, call, f"{name} is sent", line, load, role="sent")
+        _count(event, reader._semaphore(reader._view(sent, (), equation), reader.device), read.bytes)
+        program.add(event)
+    copy = Copy(Place(reader.device, read.buffer), read, Place(device, written.buffer), written)
+    event = Event(reader.device, call, f"{name} arrives", line, load, role="arrive", copy=copy)
+    event.accesses.append(written.access(device, WRITE))
+    _count(event, reader._semaphore(reader._view(received, (), equation), device), read.bytes)
+    program.add(event)
+    return []
+
+
+def _count(event: Event, semaphore: Semaphore, amount: int) -> None:
+    event.signals.append((semaphore, amount))
+    place = tuple(range(i, i + 1) for i in semaphore.index)
+    event.accesses.append(Access(Place(semaphore.device, semaphore.buffer), place, COUNT))
+
+
+def _wait_for_copy(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    _, target, semaphore, _, _ = _unflatten(equation.params["tree"], operands)
+    amount = reader._view(target, (), equation).bytes
+    _add_wait(reader, reader._view(semaphore, (), equation), amount, True, equation)
+    return []
+
+
+def _signal(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    tree = equation.params["args_tree"]
+    reference, transforms, amount, device_id, core = jax.tree.unflatten(tree, operands)
+    if core is not None:
+        raise reader._unsupported("several cores", equation)
+    device = reader._device(device_id, equation.params["device_id_type"], equation)
+    semaphore = reader._semaphore(reader._view(reference, transforms, equation), device)
+    amount = reader._integer(amount, source_line(equation))
+    number = reader._happen(f"signals {semaphore}", source_line(equation))
+    _count(reader.program.events[number], semaphore, amount)
+    return []
+
+
+def _wait(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    reference, transforms, amount, *takes = jax.tree.unflatten(equation.params["args_tree"], operands)
+    view = reader._view(reference, transforms, equation)
+    takes = not takes or bool(takes[0])
+    _add_wait(reader, view, reader._integer(amount, source_line(equation)), takes, equation)
+    return []
+
+
+def _add_wait(reader: _Reader, view: View, amount: int, takes: bool, equation: Any) -> None:
+    semaphore = reader._semaphore(view, reader.device)
+    text = f"waits for {amount} of {semaphore}"
+    reader._happen(text, source_line(equation), wait=Wait(semaphore, amount, takes), role="wait")
+
+
+def _read_semaphore(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    raise reader._unsupported("a semaphore_read, whose value depends on the order,", equation)
+
+
+def _barrier(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    """The semaphore that all calls with this collective_id share: it is nobody's at the start and at the end."""
+    params = reader.call_equation.params["compiler_params"]
+    number = getattr(params, "collective_id", None)
+    return [whole(Buffer(("barrier", number), "the barrier semaphore", (), None))]
+
+
+def _scope(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    jaxpr = equation.params["jaxpr"]
+    if any(equation.params.get("ref_transforms", ())):
+        raise reader._unsupported("a scratch reference with transforms", equation)
+    names = _argument_names(jaxpr)
+    site = id(equation)
+    reader.allocations[site] = reader.allocations.get(site, 0) + 1
+    buffers, arrays = [], []
+    for place, variable in enumerate(jaxpr.invars):
+        if isinstance(variable.aval.dtype, np.dtype):
+            key: Any = (site, reader.allocations[site], place)
+        else:
+            key = (site, place)
+        buffer = reader._allocate(key, names[place], variable.aval.shape, variable.aval.dtype)
+        buffers.append(buffer)
+        if buffer.dtype is not None:
+            arrays.append(buffer)
+        else:
+            # The compiler gives a semaphore its place once for the whole kernel, at zero, and so each time it is
+            # allocated it is the same. A neighbour may signal it as soon as this device has entered the kernel.
+            reader.scoped_semaphores[buffer] = None
+    accesses = [whole(buffer).access(reader.device, WRITE) for buffer in arrays]
+    line = source_line(equation)
+    effect = Enter((), tuple(arrays))
+    reader._happen("enters a run_scoped", line, accesses=accesses, role="enter", effect=effect)
+    constants = zip(jaxpr.constvars, operands, strict=True)
+    results = _ScopedRun(reader, dict(constants)).run_body(jaxpr, buffers)
+    reader._happen("leaves a run_scoped", line, accesses=list(accesses), role="leave", effect=Leave(()))
+    return results
+
+
+class _ScopedRun:
+    """Runs the body of a `run_scoped`, whose constants are values of the kernel around it."""
+
+    def __init__(self, reader: _Reader, constants: dict[Any, Any]):
+        self.reader = reader
+        self.constants = constants
+
+    def run_body(self, jaxpr: Any, buffers: Sequence[Buffer]) -> list[Any]:
+        values: dict[Any, Any] = dict(self.constants)
+        values.update(zip(jaxpr.invars, (whole(buffer) for buffer in buffers), strict=True))
+        for equation in jaxpr.eqns:
+            inputs = [self.reader.read(atom, values) for atom in equation.invars]
+            values.update(zip(equation.outvars, self.reader.step(equation, inputs), strict=True))
+        return [self.reader.read(atom, values) for atom in jaxpr.outvars]
+
+
+def _axis_index(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    names = equation.params["axis_name"]
+    names = names if isinstance(names, tuple) else (names,)
+    coordinates = reader.program.coordinates(reader.device)
+    number = 0
+    for name in names:
+        number = number * reader.program.axes[name] + coordinates[name]
+    return [np.asarray(number, np.int32)]
+
+
+def _program_id(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    return [np.asarray(reader.position[equation.params["axis"]], np.int32)]
+
+
+def _num_programs(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    grid = reader.call_equation.params["grid_mapping"].grid
+    return [np.asarray(grid[equation.params["axis"]], np.int32)]
+
+
+def _nothing(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
+    return []
+
+
+_RULES: dict[str, Any] = {
+    "get": _get,
+    "swap": _swap,
+    "addupdate": _add,
+    "dma_start": _start,
+    "dma_wait": _wait_for_copy,
+    "semaphore_signal": _signal,
+    "semaphore_wait": _wait,
+    "semaphore_read": _read_semaphore,
+    "get_barrier_semaphore": _barrier,
+    "run_scoped": _scope,
+    "axis_index": _axis_index,
+    "program_id": _program_id,
+    "num_programs": _num_programs,
+    "delay": _nothing,
+    "debug_print": _nothing,
+    "debug_callback": _nothing,
+}

@@ -1,0 +1,173 @@
+"""A function without Pallas that computes what a kernel of remote copies does, for proofs and for any backend.
+
+All orders of a kernel without a race give the same values, so those of one order are computed: every device gathers the
+arguments of all, follows all devices through that order with the memory of each as an array, and takes its own results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._jax import compat
+from shardkit._jax.interpreter import JaxprInterpreter
+from shardkit.testing.kernels.device import Enter, Get, Leave, Operation, Program, Put, Row, Stack, add_call
+from shardkit.testing.kernels.memory import Buffer, Place, View
+from shardkit.testing.kernels.orders import Orders
+from shardkit.testing.kernels.proof import prove_calls
+from shardkit.testing.kernels.values import Data
+
+
+def write_out(kernel: Callable[..., Any], *, repeats: int = 2) -> Callable[..., Any]:
+    """The kernel as a function of ordinary jax operations, for use inside `jax.shard_map`.
+
+    When it is traced, the orders of its Pallas calls are proved first, as `check_orders` does with `repeats`.
+
+    Args:
+        kernel: the function that each device runs, with calls of `pallas_call` inside.
+        repeats: how often the function is called in a row in the proof of its orders.
+
+    Raises:
+        OrdersError: a kernel that goes wrong in some order.
+    """
+
+    def written(*args: Any) -> Any:
+        with compat.untracked():
+            program, results = jax.make_jaxpr(kernel, return_shape=True)(*args)
+        writer = _Writer(compat.bound_axes(), repeats)
+        leaves = writer.run(program, jax.tree.leaves(args))
+        if writer.calls:
+            prove_calls(writer.calls, writer.axes, repeats)
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+    return written
+
+
+class _Writer(JaxprInterpreter[Any]):
+    """Runs a program on arrays, with the Pallas calls in it written out."""
+
+    def __init__(self, axes: dict[str, int], repeats: int):
+        self.axes = axes
+        self.repeats = repeats
+        self.calls: list[Any] = []
+
+    def constant(self, x: Any) -> Any:
+        return x
+
+    def literal(self, atom: Any) -> Any:
+        return atom.val
+
+    def equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name != "pallas_call":
+            return compat.bind(equation, operands)
+        self.calls.append(equation)
+        program = Program(self.axes)
+        add_call(program, equation, 0)
+        names = tuple(self.axes)
+        # Every device computes all devices' memory: what a copy brings is then a slice of an array that is there. A
+        # ppermute for each copy would do as well, but a copy to one device is none that all take part in.
+        gathered = [lax.all_gather(x, names) for x in operands]
+        arguments = [[x[device] for x in gathered] for device in range(program.devices)]
+        results = run_values(program, arguments)
+        own = lax.axis_index(names)
+        outputs = []
+        for column in zip(*results, strict=True):
+            outputs.append(lax.dynamic_index_in_dim(jnp.stack(column), own, 0, keepdims=False))
+        return outputs
+
+
+def run_values(program: Program, arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The results of one call on every device, from its arguments on every device."""
+    values = _Values(program, arguments)
+    for number in Orders(program.events).run().order:
+        values.happen(number)
+    return values.results
+
+
+class _Values:
+    """The memory and the data of all devices in one order."""
+
+    def __init__(self, program: Program, arguments: Sequence[Sequence[Any]]):
+        self.program = program
+        self.arguments = arguments
+        self.memory: dict[Place, Any] = {}
+        self.data: dict[int, Any] = {}
+        self.next = [0] * program.devices
+        self.results: list[list[Any]] = [[] for _ in range(program.devices)]
+
+    def happen(self, number: int) -> None:
+        event = self.program.events[number]
+        if event.copy is not None:
+            # Its source is the same since the copy started, as no order races.
+            copy = event.copy
+            self.write(copy.target, copy.written, self.read(copy.source, copy.read))
+            return
+        if event.role in ("load", "sent"):
+            return
+        items = self.program.items[event.device]
+        while not isinstance(items[self.next[event.device]], int):
+            self.operate(items[self.next[event.device]])
+            self.next[event.device] += 1
+        self.next[event.device] += 1
+        self.apply(event.device, event.effect)
+
+    def apply(self, device: int, effect: Any) -> None:
+        if isinstance(effect, Get):
+            self.data[effect.result.number] = self.read(Place(device, effect.view.buffer), effect.view)
+        elif isinstance(effect, Put):
+            place = Place(device, effect.view.buffer)
+            value = self.value(effect.value)
+            if effect.adds:
+                value = self.read(place, effect.view) + value
+            self.write(place, effect.view, value)
+        elif isinstance(effect, Enter):
+            for buffer, argument in effect.arguments:
+                self.memory[Place(device, buffer)] = self.arguments[device][argument]
+            for buffer in effect.others:
+                if buffer.dtype is not None:
+                    self.memory[Place(device, buffer)] = _unwritten(buffer)
+        elif isinstance(effect, Leave) and effect.results:
+            self.results[device] = [self.memory[Place(device, buffer)] for buffer in effect.results]
+
+    def operate(self, item: Any) -> None:
+        if isinstance(item, Operation):
+            operands = [self.value(x) for x in item.operands]
+            for result, x in zip(item.results, compat.bind(item.equation, operands), strict=True):
+                self.data[result.number] = x
+        elif isinstance(item, Row):
+            self.data[item.result.number] = self.value(item.array)[item.index]
+        elif isinstance(item, Stack):
+            self.data[item.result.number] = jnp.stack([self.value(x) for x in item.rows])
+
+    def value(self, x: Any) -> Any:
+        if isinstance(x, Data):
+            return self.data[x.number]
+        return jnp.asarray(x)
+
+    def read(self, place: Place, view: View) -> Any:
+        starts = [r.start for r in view.ranges]
+        stops = [r[-1] + 1 if r else r.start for r in view.ranges]
+        x = lax.slice(self.memory[place], starts, stops, [r.step for r in view.ranges])
+        return lax.squeeze(x, tuple(view.dropped))
+
+    def write(self, place: Place, view: View, value: Any) -> None:
+        memory = self.memory[place]
+        sizes = tuple(len(r) for r in view.ranges)
+        value = jnp.reshape(value, sizes).astype(memory.dtype)
+        if all(r.step == 1 for r in view.ranges):
+            starts = [np.int32(r.start) for r in view.ranges]
+            self.memory[place] = lax.dynamic_update_slice(memory, value, starts) if starts else value
+        else:
+            self.memory[place] = memory.at[np.ix_(*view.ranges)].set(value)
+
+
+def _unwritten(buffer: Buffer) -> Any:
+    """Memory that nothing was written to: NaN, which no proof takes for a number, where the dtype has it."""
+    if jnp.issubdtype(buffer.dtype, jnp.floating):
+        return jnp.full(buffer.shape, jnp.nan, buffer.dtype)
+    return jnp.zeros(buffer.shape, buffer.dtype)
