@@ -84,12 +84,13 @@ def check_orders(
 def prove_calls(calls: Sequence[Any], axes: dict[str, int], repeats: int) -> OrdersProof:
     """The proof for equations of `pallas_call`, one after the other."""
     program = Program(axes)
+    # A mistake of the first call is shown by a shorter order than one of a later call.
     for number in range(repeats):
         for place, equation in enumerate(calls):
             add_call(program, equation, number * len(calls) + place)
-    mistakes = judge(Orders(program.events))
-    if mistakes:
-        raise OrdersError(mistakes)
+        mistakes = judge(Orders(program.events))
+        if mistakes:
+            raise OrdersError(mistakes)
     sent = 0
     for event in program.events:
         if event.copy is not None and event.copy.source.device != event.copy.target.device:

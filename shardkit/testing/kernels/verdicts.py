@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from shardkit.testing.kernels.events import Event, Semaphore
-from shardkit.testing.kernels.memory import COUNT, WRITE, Access, Place, conflict
+from shardkit.testing.kernels.memory import READ, WRITE, Access, Place, conflict
 from shardkit.testing.kernels.orders import Orders, Run
 
 
@@ -34,12 +34,11 @@ class Mistake:
 def judge(orders: Orders) -> list[Mistake]:
     """All mistakes, one of a kind for each pair of lines."""
     run = orders.run()
-    mistakes = _find_deadlock(orders, run)
-    stuck = bool(mistakes)
-    mistakes += _find_races(orders, frozenset(run.order))
-    if not stuck:
-        mistakes += _find_counts(run)
-    return mistakes
+    deadlocks = _find_deadlock(orders, run)
+    races = _find_races(orders, run.order)
+    if deadlocks:
+        return deadlocks + races
+    return races + _find_counts(run)
 
 
 def _find_deadlock(orders: Orders, run: Run) -> list[Mistake]:
@@ -82,8 +81,9 @@ def _find_counts(run: Run) -> list[Mistake]:
     return mistakes
 
 
-def _find_races(orders: Orders, happened: frozenset[int]) -> list[Mistake]:
+def _find_races(orders: Orders, order: list[int]) -> list[Mistake]:
     """Pairs of accesses of one place that some orders swap."""
+    happened = frozenset(order)
     touched: dict[Place, list[tuple[int, Access]]] = defaultdict(list)
     shared = set()
     for number, event in enumerate(orders.events):
@@ -93,22 +93,28 @@ def _find_races(orders: Orders, happened: frozenset[int]) -> list[Mistake]:
             touched[access.place].append((number, access))
             if event.role not in ("core", "enter", "leave") or access.place.device != event.device:
                 shared.add(access.place)
-    mistakes: list[Mistake] = []
-    said: set[tuple[str, str, str]] = set()
+    # Of several pairs of the same lines the earliest is reported, whose order is the shortest.
+    position = {number: at for at, number in enumerate(order)}
+    pairs: list[tuple[int, int, int, Place, str]] = []
     for place in shared:
         accesses = touched[place]
         for at, (first, one) in enumerate(accesses):
             for second, other in accesses[at + 1 :]:
-                if first == second or not conflict(one, other):
-                    continue
                 earlier, later = orders.events[first], orders.events[second]
-                kind = _name_kind(earlier, one, later, other)
-                lines = (kind, *sorted((earlier.line + earlier.role, later.line + later.role)))
-                # Events of one core are in the order of its program.
-                if lines in said or _in_program_order(earlier, later) or not orders.concurrent(first, second):
+                if first == second or _in_program_order(earlier, later) or not conflict(one, other):
                     continue
-                said.add(lines)
-                mistakes.append(_describe(orders, kind, first, second, one.place))
+                kind = _name_kind(earlier, one, later, other)
+                pairs.append((max(position[first], position[second]), first, second, place, kind))
+    pairs.sort(key=lambda pair: pair[:3])
+    mistakes: list[Mistake] = []
+    reported: set[tuple[str, str, str]] = set()
+    for _, first, second, place, kind in pairs:
+        earlier, later = orders.events[first], orders.events[second]
+        one_line, other_line = sorted((earlier.line + earlier.role, later.line + later.role))
+        key = (kind, one_line, other_line)
+        if key not in reported and orders.concurrent(first, second):
+            reported.add(key)
+            mistakes.append(_describe(orders, kind, first, second, place))
     return mistakes
 
 
@@ -124,7 +130,7 @@ def _name_kind(first: Event, one: Access, second: Event, other: Access) -> str:
         return "not awaited"
     if "enter" in roles:
         return "not entered"
-    if "arrive" in roles and WRITE in (one.kind, other.kind) and one.kind != other.kind and COUNT not in (one.kind, other.kind):
+    if "arrive" in roles and {one.kind, other.kind} == {READ, WRITE}:
         return "read early"
     return "race"
 

@@ -19,11 +19,11 @@ def neighbours(axis="x"):
     return me, n, lax.rem(me + n - 1, n), lax.rem(me + 1, n)
 
 
-def barrier(*devices):
+def barrier(*devices, count=None):
     semaphore = pltpu.get_barrier_semaphore()
     for device in devices:
         pl.semaphore_signal(semaphore, 1, device_id=(device,), device_id_type=MESH)
-    pl.semaphore_wait(semaphore, len(devices))
+    pl.semaphore_wait(semaphore, len(devices) if count is None else count)
 
 
 def double_barrier(left, right):
@@ -43,7 +43,10 @@ def permute_kernel(x_ref, o_ref, send, recv, *, enter=double_barrier, mistake=""
     enter(left, right)
     copy = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id=(right,), device_id_type=MESH)
     copy.start()
-    copy.wait()
+    if mistake not in ("send not awaited", "never awaited"):
+        copy.wait_send()
+    if mistake not in ("receive not awaited", "never awaited"):
+        copy.wait_recv()
 
 
 def permute(x, **options):
