@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """A row of an array that a scan goes over."""
 
     array: Any
-    index: int
+    number: int
     result: Data
 
 
@@ -446,7 +446,7 @@ def _start(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
 
 def _count(event: Event, semaphore: Semaphore, amount: int) -> None:
     event.signals.append((semaphore, amount))
-    place = tuple(range(i, i + 1) for i in semaphore.index)
+    place = tuple(range(i, i + 1) for i in semaphore.element)
     event.accesses.append(Access(Place(semaphore.device, semaphore.buffer), place, COUNT))
 
 

@@ -13,10 +13,10 @@ class Semaphore(NamedTuple):
 
     device: int
     buffer: Buffer
-    index: tuple[int, ...]
+    element: tuple[int, ...]
 
     def __str__(self) -> str:
-        place = "".join(f"[{i}]" for i in self.index)
+        place = "".join(f"[{i}]" for i in self.element)
         return f"{self.buffer.name}{place} of device {self.device}"
 
 

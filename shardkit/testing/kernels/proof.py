@@ -41,9 +41,7 @@ class OrdersProof:
     sent: int
 
     def __str__(self) -> str:
-        return (
-            f"no race and no deadlock in any order of {self.events} events on {self.devices} devices, in {self.calls} calls"
-        )
+        return f"no race and no deadlock in any order of {self.events} events on {self.devices} devices, in {self.calls} calls"
 
 
 def check_orders(

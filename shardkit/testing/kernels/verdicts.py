@@ -55,7 +55,9 @@ def _find_deadlock(orders: Orders, run: Run) -> list[Mistake]:
     for event in stuck:
         assert event.wait is not None
         semaphore = event.wait.semaphore
-        texts.append(f"{event}, which counts {run.counts.get(semaphore, 0)}{_name_signals(orders, happened, semaphore)}")
+        texts.append(
+            f"{event}, which counts {run.counts.get(semaphore, 0)}{_name_signals(orders, happened, semaphore)}"
+        )
     return [Mistake("deadlock", "; ".join(texts))]
 
 

@@ -140,7 +140,7 @@ class _Values:
             for result, x in zip(item.results, compat.bind(item.equation, operands), strict=True):
                 self.data[result.number] = x
         elif isinstance(item, Row):
-            self.data[item.result.number] = self.value(item.array)[item.index]
+            self.data[item.result.number] = self.value(item.array)[item.number]
         elif isinstance(item, Stack):
             self.data[item.result.number] = jnp.stack([self.value(x) for x in item.rows])
 

@@ -1,4 +1,4 @@
-"""Kernels as those of jax's tutorial of distributed Pallas, in our words, with places where a mistake can be planted."""
+"""Kernels as those of jax's tutorial of distributed Pallas, in our words, with places for planted mistakes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def ring_gather(x, **options):
 
 def ring_sum_kernel(x_ref, o_ref, buffers, local, send, recv, capacity, *, enter=double_barrier, mistake=""):
     """All shards go around the ring, through two buffers. A neighbour says when a buffer of its is free again."""
-    me, n, left, right = neighbours()
+    _, n, left, right = neighbours()
     step = pl.program_id(0)
     slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
 
@@ -129,12 +129,11 @@ def ring_sum_kernel(x_ref, o_ref, buffers, local, send, recv, capacity, *, enter
 
     used = slot if mistake == "same buffer" else other
     to = left if mistake == "wrong side" else right
-    number = (lambda s: 0) if mistake == "shared semaphore" else (lambda s: s)
     copy = pltpu.make_async_remote_copy(
         buffers.at[slot],
         buffers.at[used],
-        send.at[number(slot)],
-        recv.at[number(other)],
+        send.at[slot],
+        recv.at[other],
         device_id=(to,),
         device_id_type=MESH,
     )
