@@ -14,6 +14,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/test_a_collective.md",
         "howto/prove_for_all_inputs.md",
         "howto/prove_as_compiled.md",
+        "howto/kernels_of_remote_copies.md",
         "howto/training_script.md",
         "howto/choose_a_plan.md",
         "howto/choose_collectives.md",

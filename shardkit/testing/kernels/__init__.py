@@ -1,6 +1,7 @@
 """Kernels of remote copies, proved in every order: no race, no deadlock, and what they compute as a plain program."""
 
+from shardkit.testing.kernels.events import UnknownOrdersError
 from shardkit.testing.kernels.proof import OrdersError, OrdersProof, check_orders
 from shardkit.testing.kernels.written_out import write_out
 
-__all__ = ["OrdersError", "OrdersProof", "check_orders", "write_out"]
+__all__ = ["OrdersError", "OrdersProof", "UnknownOrdersError", "check_orders", "write_out"]

@@ -16,8 +16,7 @@ import numpy as np
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
 from shardkit._jax.jaxprs import source_line
-from shardkit.testing.exact.numbers.errors import UnsupportedError
-from shardkit.testing.kernels.events import Copy, Event, Semaphore, Wait
+from shardkit.testing.kernels.events import Copy, Event, Semaphore, UnknownOrdersError, Wait
 from shardkit.testing.kernels.memory import COUNT, READ, WRITE, Access, Buffer, Place, View, whole
 from shardkit.testing.kernels.values import Data, compute_integers, computes_integers, is_known
 
@@ -289,7 +288,7 @@ class _Reader(JaxprInterpreter[Any]):
             return int(x)
         if isinstance(x, int):
             return x
-        raise UnsupportedError(
+        raise UnknownOrdersError(
             f"{line}: an index, an amount or a device that depends on data or on what a semaphore counts; the orders of "
             "a kernel are known only if its integers are known. Compute it of axis_index, program_id and loop counters."
         )
@@ -348,9 +347,9 @@ class _Reader(JaxprInterpreter[Any]):
         named = {axis: self._integer(place, line) for axis, place in zip(coordinates, places, strict=True)}
         return self.program.device_at(named, line)
 
-    def _unsupported(self, what: str, equation: Any = None) -> UnsupportedError:
+    def _unsupported(self, what: str, equation: Any = None) -> UnknownOrdersError:
         line = self.line if equation is None else source_line(equation)
-        return UnsupportedError(f"{line}: the orders of a kernel with {what} are not known")
+        return UnknownOrdersError(f"{line}: the orders of a kernel with {what} are not known")
 
 
 def _argument_names(jaxpr: Any) -> list[str]:
@@ -372,7 +371,7 @@ def _get(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     result = reader._data(equation.outvars[0].aval)
     accesses = [view.access(reader.device, READ)]
     text = f"reads {view.buffer.name}"
-    reader._happen(text, source_line(equation), accesses=accesses, effect=Get(view, result))
+    reader._happen(text, source_line(equation), accesses=accesses, effect=Get(view, result), equation=equation)
     return [result]
 
 
@@ -384,10 +383,12 @@ def _swap(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     # A store is a swap whose result nobody uses.
     if not _is_dropped(equation.outvars[0]):
         accesses = [view.access(reader.device, READ)]
-        reader._happen(f"reads {view.buffer.name}", line, accesses=accesses, effect=Get(view, result))
+        reader._happen(
+            f"reads {view.buffer.name}", line, accesses=accesses, effect=Get(view, result), equation=equation
+        )
     accesses = [view.access(reader.device, WRITE)]
     text = f"writes {view.buffer.name}"
-    reader._happen(text, line, accesses=accesses, effect=Put(view, value, adds=False))
+    reader._happen(text, line, accesses=accesses, effect=Put(view, value, adds=False), equation=equation)
     return [result]
 
 
@@ -400,7 +401,9 @@ def _add(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     view = reader._view(reference, jax.tree.unflatten(equation.params["tree"], indices), equation)
     accesses = [view.access(reader.device, READ), view.access(reader.device, WRITE)]
     text = f"adds to {view.buffer.name}"
-    reader._happen(text, source_line(equation), accesses=accesses, effect=Put(view, value, adds=True))
+    reader._happen(
+        text, source_line(equation), accesses=accesses, effect=Put(view, value, adds=True), equation=equation
+    )
     return []
 
 
@@ -437,7 +440,7 @@ def _start(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
         _count(event, reader._semaphore(reader._view(sent, (), equation), reader.device), read.bytes)
         program.add(event)
     copy = Copy(Place(reader.device, read.buffer), read, Place(device, written.buffer), written)
-    event = Event(reader.device, call, f"{name} arrives", line, load, role="arrive", copy=copy)
+    event = Event(reader.device, call, f"{name} arrives", line, load, role="arrive", copy=copy, equation=equation)
     event.accesses.append(written.access(device, WRITE))
     _count(event, reader._semaphore(reader._view(received, (), equation), device), read.bytes)
     program.add(event)

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from shardkit.testing.kernels.memory import Access, Buffer, Place, View
 
 
+class UnknownOrdersError(ValueError):
+    """A kernel whose events depend on data or on the order, or that does what the model does not have."""
+
+
 class Semaphore(NamedTuple):
     """A counter: an element of a buffer of semaphores of one device."""
 
@@ -53,6 +57,7 @@ class Event:
         role: "core", "enter", "leave", "start", "wait", "load", "sent" or "arrive".
         copy: of "arrive": what is copied.
         effect: of a core: what it does to values, for `run_values`.
+        equation: of the kernel, for the line of what is computed of it; None where memory is entered or left.
     """
 
     device: int
@@ -66,6 +71,7 @@ class Event:
     role: str = "core"
     copy: Copy | None = None
     effect: Any = None
+    equation: Any = None
 
     def __str__(self) -> str:
         line = f" at {self.line}" if self.line else ""

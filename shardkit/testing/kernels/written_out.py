@@ -7,6 +7,7 @@ arguments of all, follows all devices through that order with the memory of each
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter
 from shardkit.testing.kernels.device import Enter, Get, Leave, Operation, Program, Put, Row, Stack, add_call
+from shardkit.testing.kernels.events import Event
 from shardkit.testing.kernels.memory import Buffer, Place, View
 from shardkit.testing.kernels.orders import Orders
 from shardkit.testing.kernels.proof import prove_calls
@@ -101,7 +103,15 @@ class _Values:
         self.results: list[list[Any]] = [[] for _ in range(program.devices)]
 
     def happen(self, number: int) -> None:
+        """An event, traced with the line of the kernel that it comes from."""
         event = self.program.events[number]
+        scope: AbstractContextManager[Any] = nullcontext()
+        if event.equation is not None:
+            scope = compat.trace_as_equation(event.equation)
+        with scope:
+            self._happen(event)
+
+    def _happen(self, event: Event) -> None:
         if event.copy is not None:
             # Its source is the same since the copy started, as no order races.
             copy = event.copy
