@@ -1,4 +1,7 @@
-"""Kernels of remote copies, proved in every order: no race, no deadlock, and what they compute as a plain program."""
+"""Kernels of remote copies, proved in every order: no race, no deadlock, and what they compute as a plain program.
+
+Start with `orders.py`, which says why a few runs decide all orders.
+"""
 
 from shardkit.testing.kernels.events import UnknownOrdersError
 from shardkit.testing.kernels.proof import OrdersError, OrdersProof, check_orders

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +17,14 @@ import numpy as np
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
 from shardkit._jax.jaxprs import source_line
-from shardkit.testing.kernels.events import Copy, Event, Semaphore, UnknownOrdersError, Wait
-from shardkit.testing.kernels.memory import COUNT, READ, WRITE, Access, Buffer, Place, View, whole
+from shardkit.testing.kernels.events import Copy, KernelEvent, Semaphore, UnknownOrdersError, Wait
+from shardkit.testing.kernels.memory import COUNT, READ, WRITE, Access, Buffer, BufferView, DevicePlace, whole
 from shardkit.testing.kernels.values import Data, compute_integers, computes_integers, is_known
 
 _MOST_ROUNDS = 100_000  # of a while loop
 
 
-class Operation(NamedTuple):
+class DataOperation(NamedTuple):
     """An equation on data, which touches no memory that others see."""
 
     equation: Any
@@ -31,7 +32,7 @@ class Operation(NamedTuple):
     results: tuple[Data, ...]
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """A row of an array that a scan goes over."""
 
     array: Any
@@ -39,7 +40,7 @@ class Row(NamedTuple):
     result: Data
 
 
-class Stack(NamedTuple):
+class DataStack(NamedTuple):
     """The array of what the rounds of a scan give."""
 
     rows: tuple[Any, ...]
@@ -49,14 +50,14 @@ class Stack(NamedTuple):
 class Get(NamedTuple):
     """A read of memory."""
 
-    view: View
+    view: BufferView
     result: Data
 
 
 class Put(NamedTuple):
     """A write to memory, `adds` what is there."""
 
-    view: View
+    view: BufferView
     value: Any
     adds: bool
 
@@ -74,23 +75,23 @@ class Leave(NamedTuple):
     results: tuple[Buffer, ...]
 
 
-class Program:
+class KernelProgram:
     """The events of all devices, and the items of each: its own events, by number, and its operations between them."""
 
     def __init__(self, axes: Mapping[str, int]):
         self.axes = dict(axes)
         self.devices = int(np.prod(list(axes.values()), dtype=int))
-        self.events: list[Event] = []
+        self.events: list[KernelEvent] = []
         self.items: list[list[Any]] = [[] for _ in range(self.devices)]
         self.last = [-1] * self.devices  # the newest event of each core
         self.numbers = itertools.count()
 
-    def add(self, event: Event) -> int:
+    def add(self, event: KernelEvent) -> int:
         """Adds an event of an engine."""
         self.events.append(event)
         return len(self.events) - 1
 
-    def add_to_core(self, event: Event) -> int:
+    def add_to_core(self, event: KernelEvent) -> int:
         """Adds the next event of a device's core."""
         number = self.add(event)
         self.last[event.device] = number
@@ -112,7 +113,7 @@ class Program:
         return number
 
 
-def add_call(program: Program, equation: Any, call: int) -> None:
+def add_call(program: KernelProgram, equation: Any, call: int) -> None:
     """Adds the events of one `pallas_call` of every device."""
     for device in range(program.devices):
         _Reader(program, device, call, equation).run_call()
@@ -121,7 +122,7 @@ def add_call(program: Program, equation: Any, call: int) -> None:
 class _Reader(JaxprInterpreter[Any]):
     """Runs the kernel of one device; a value is a known integer, `Data`, or a `View` of memory."""
 
-    def __init__(self, program: Program, device: int, call: int, equation: Any):
+    def __init__(self, program: KernelProgram, device: int, call: int, equation: Any):
         self.program = program
         self.device = device
         self.call_number = call
@@ -182,8 +183,8 @@ class _Reader(JaxprInterpreter[Any]):
         accesses = [whole(buffer).access(self.device, WRITE) for buffer in buffers]
         self._happen("leaves the kernel", self.line, accesses=accesses, role="leave", effect=effect)
 
-    def _block(self, mapping: Any, view: View) -> View:
-        """The part of an array that a step of the grid sees. It is read in place: the docs page says what that leaves."""
+    def _block(self, mapping: Any, view: BufferView) -> BufferView:
+        """The part of an array that a step of the grid sees. It is read in place."""
         if mapping.has_trivial_window():
             return view
         places = self.run(mapping.index_map_jaxpr, [np.asarray(i, np.int32) for i in self.position])
@@ -202,7 +203,7 @@ class _Reader(JaxprInterpreter[Any]):
     # Equations
 
     def constant(self, x: Any) -> Any:
-        return np.asarray(x)
+        return x if isinstance(x, BufferView | Data) else np.asarray(x)
 
     def literal(self, atom: Any) -> Any:
         return np.asarray(atom.val, atom.aval.dtype)
@@ -212,7 +213,7 @@ class _Reader(JaxprInterpreter[Any]):
         if rule is not None:
             return rule(self, equation, operands)
         for x in operands:
-            if isinstance(x, View):
+            if isinstance(x, BufferView):
                 raise self._unsupported(f"the operation {equation.primitive.name} on memory", equation)
         if computes_integers(equation, operands):
             return compute_integers(equation, operands)
@@ -261,26 +262,26 @@ class _Reader(JaxprInterpreter[Any]):
     def _operate(self, equation: Any, operands: Sequence[Any]) -> list[Data]:
         """Results of an equation on data, of loops and branches too unless they touch memory."""
         for x in operands:
-            if isinstance(x, View):
+            if isinstance(x, BufferView):
                 raise self._unsupported("a branch that data decides", equation)
         if compat.acts(equation):
             raise self._unsupported(f"the operation {equation.primitive.name}", equation)
         results = tuple(self._data(variable.aval) for variable in equation.outvars)
-        self.program.items[self.device].append(Operation(equation, tuple(operands), results))
+        self.program.items[self.device].append(DataOperation(equation, tuple(operands), results))
         return list(results)
 
     def _row(self, array: Any, index: int) -> Any:
         if is_known(array):
             return np.asarray(array[index])
         result = Data(next(self.program.numbers), array.shape[1:], array.dtype)
-        self.program.items[self.device].append(Row(array, index, result))
+        self.program.items[self.device].append(DataRow(array, index, result))
         return result
 
     def _stack(self, rows: list[Any], variable: Any) -> Any:
         if all(is_known(row) for row in rows):
             return np.asarray(rows, variable.aval.dtype).reshape(variable.aval.shape)
         result = self._data(variable.aval)
-        self.program.items[self.device].append(Stack(tuple(rows), result))
+        self.program.items[self.device].append(DataStack(tuple(rows), result))
         return result
 
     def _integer(self, x: Any, line: str) -> int:
@@ -289,22 +290,22 @@ class _Reader(JaxprInterpreter[Any]):
         if isinstance(x, int):
             return x
         raise UnknownOrdersError(
-            f"{line}: an index, an amount or a device that depends on data or on what a semaphore counts; the orders of "
-            "a kernel are known only if its integers are known. Compute it of axis_index, program_id and loop counters."
+            f"{line}: an index, an amount or a device that depends on data or on what a semaphore counts; the orders "
+            "of a kernel are known only if its integers are known. Compute it of axis_index, program_id and loop counters."
         )
 
     # Memory and semaphores
 
     def _happen(self, text: str, line: str, **fields: Any) -> int:
-        event = Event(self.device, self.call_number, text, line, self.program.last[self.device], **fields)
+        event = KernelEvent(self.device, self.call_number, text, line, self.program.last[self.device], **fields)
         return self.program.add_to_core(event)
 
-    def _view(self, reference: Any, transforms: Sequence[Any], equation: Any) -> View:
+    def _view(self, reference: Any, transforms: Sequence[Any], equation: Any) -> BufferView:
         """The memory that a reference with indexers names."""
         inner = getattr(reference, "transforms", None)
         if inner is not None:
             reference, transforms = reference.ref, (*inner, *transforms)
-        view: View = reference
+        view: BufferView = reference
         for transform in transforms:
             if not hasattr(transform, "indices"):
                 raise self._unsupported("a reference that is reshaped or read as another dtype", equation)
@@ -321,7 +322,7 @@ class _Reader(JaxprInterpreter[Any]):
                 raise IndexError(f"device {self.device} at {source_line(equation)}: {error}") from None
         return view
 
-    def _semaphore(self, view: View, device: int) -> Semaphore:
+    def _semaphore(self, view: BufferView, device: int) -> Semaphore:
         return Semaphore(device, view.buffer, tuple(r[0] for r in view.ranges))
 
     def _device(self, device_id: Any, kind: Any, equation: Any) -> int:
@@ -432,25 +433,25 @@ def _start(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     to = f" to device {device}" if device_id is not None else ""
     name = f"copy of {read.buffer.name}{to}"
     start = reader._happen(f"starts a {name}", line, role="start")
-    event = Event(reader.device, call, f"{name} reads its source", line, start, role="load")
+    event = KernelEvent(reader.device, call, f"{name} reads its source", line, start, role="load")
     event.accesses.append(read.access(reader.device, READ))
     load = program.add(event)
     if sent is not None:
-        event = Event(reader.device, call, f"{name} is sent", line, load, role="sent")
+        event = KernelEvent(reader.device, call, f"{name} is sent", line, load, role="sent")
         _count(event, reader._semaphore(reader._view(sent, (), equation), reader.device), read.bytes)
         program.add(event)
-    copy = Copy(Place(reader.device, read.buffer), read, Place(device, written.buffer), written)
-    event = Event(reader.device, call, f"{name} arrives", line, load, role="arrive", copy=copy, equation=equation)
+    copy = Copy(DevicePlace(reader.device, read.buffer), read, DevicePlace(device, written.buffer), written)
+    event = KernelEvent(reader.device, call, f"{name} arrives", line, load, role="arrive", copy=copy, equation=equation)
     event.accesses.append(written.access(device, WRITE))
     _count(event, reader._semaphore(reader._view(received, (), equation), device), read.bytes)
     program.add(event)
     return []
 
 
-def _count(event: Event, semaphore: Semaphore, amount: int) -> None:
+def _count(event: KernelEvent, semaphore: Semaphore, amount: int) -> None:
     event.signals.append((semaphore, amount))
     place = tuple(range(i, i + 1) for i in semaphore.element)
-    event.accesses.append(Access(Place(semaphore.device, semaphore.buffer), place, COUNT))
+    event.accesses.append(Access(DevicePlace(semaphore.device, semaphore.buffer), place, COUNT))
 
 
 def _wait_for_copy(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
@@ -481,7 +482,7 @@ def _wait(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     return []
 
 
-def _add_wait(reader: _Reader, view: View, amount: int, takes: bool, equation: Any) -> None:
+def _add_wait(reader: _Reader, view: BufferView, amount: int, takes: bool, equation: Any) -> None:
     semaphore = reader._semaphore(view, reader.device)
     text = f"waits for {amount} of {semaphore}"
     reader._happen(text, source_line(equation), wait=Wait(semaphore, amount, takes), role="wait")
@@ -523,26 +524,10 @@ def _scope(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     line = source_line(equation)
     effect = Enter((), tuple(arrays))
     reader._happen("enters a run_scoped", line, accesses=accesses, role="enter", effect=effect)
-    constants = zip(jaxpr.constvars, operands, strict=True)
-    results = _ScopedRun(reader, dict(constants)).run_body(jaxpr, buffers)
+    body = SimpleNamespace(jaxpr=jaxpr, consts=operands)
+    results = reader.run(body, [whole(buffer) for buffer in buffers])
     reader._happen("leaves a run_scoped", line, accesses=list(accesses), role="leave", effect=Leave(()))
     return results
-
-
-class _ScopedRun:
-    """Runs the body of a `run_scoped`, whose constants are values of the kernel around it."""
-
-    def __init__(self, reader: _Reader, constants: dict[Any, Any]):
-        self.reader = reader
-        self.constants = constants
-
-    def run_body(self, jaxpr: Any, buffers: Sequence[Buffer]) -> list[Any]:
-        values: dict[Any, Any] = dict(self.constants)
-        values.update(zip(jaxpr.invars, (whole(buffer) for buffer in buffers), strict=True))
-        for equation in jaxpr.eqns:
-            inputs = [self.reader.read(atom, values) for atom in equation.invars]
-            values.update(zip(equation.outvars, self.reader.step(equation, inputs), strict=True))
-        return [self.reader.read(atom, values) for atom in jaxpr.outvars]
 
 
 def _axis_index(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardkit.testing.kernels.memory import Access, Buffer, Place, View
+from shardkit.testing.kernels.memory import Access, Buffer, BufferView, DevicePlace
 
 
 class UnknownOrdersError(ValueError):
@@ -35,14 +35,14 @@ class Wait(NamedTuple):
 class Copy(NamedTuple):
     """A copy of a DMA engine, from memory of the device that starts it to memory of a device."""
 
-    source: Place
-    read: View
-    target: Place
-    written: View
+    source: DevicePlace
+    read: BufferView
+    target: DevicePlace
+    written: BufferView
 
 
 @dataclass(eq=False)
-class Event:
+class KernelEvent:
     """A step of a core or of an engine, which happens at once, after the event `after` and what it waits for.
 
     Attributes:

@@ -29,7 +29,7 @@ class Buffer:
     dtype: Any
 
 
-class Place(NamedTuple):
+class DevicePlace(NamedTuple):
     """A buffer of one device."""
 
     device: int
@@ -39,13 +39,13 @@ class Place(NamedTuple):
 class Access(NamedTuple):
     """How an event touches a part of a buffer; a range for each dim says which."""
 
-    place: Place
+    place: DevicePlace
     ranges: tuple[range, ...]
     kind: str
 
 
 @dataclass(frozen=True)
-class View:
+class BufferView:
     """A part of a buffer, as references in a kernel are: a range for each dim, and the dims that an integer dropped."""
 
     buffer: Buffer
@@ -62,7 +62,7 @@ class View:
         """The number of bytes of a copy of it."""
         return int(np.prod(self.shape, dtype=int)) * np.dtype(self.buffer.dtype).itemsize
 
-    def take(self, indices: Sequence[int | range]) -> View:
+    def take(self, indices: Sequence[int | range]) -> BufferView:
         """The part of it at an integer or a range for each of its dims.
 
         For example, rows 2 to 5 of a buffer [8, 4] and then row 1 of them is row 3 of the buffer: its first dim has the
@@ -82,16 +82,16 @@ class View:
                 raise IndexError(f"element {index} of {size} of {self.buffer.name}")
             ranges[dim] = ranges[dim][index : index + 1]
             dropped.add(dim)
-        return View(self.buffer, tuple(ranges), frozenset(dropped))
+        return BufferView(self.buffer, tuple(ranges), frozenset(dropped))
 
     def access(self, device: int, kind: str) -> Access:
         """The access of a device's memory through it."""
-        return Access(Place(device, self.buffer), self.ranges, kind)
+        return Access(DevicePlace(device, self.buffer), self.ranges, kind)
 
 
-def whole(buffer: Buffer) -> View:
+def whole(buffer: Buffer) -> BufferView:
     """The reference to all of a buffer."""
-    return View(buffer, tuple(range(size) for size in buffer.shape))
+    return BufferView(buffer, tuple(range(size) for size in buffer.shape))
 
 
 def conflict(first: Access, second: Access) -> bool:

@@ -1,11 +1,11 @@
 """Which events happen before which, in all orders at once, without trying them.
 
-A semaphore is waited for only by the core that has it, in the order of its program. So once an event can happen it stays
-able to until it does: others only add to what it waits for. Such systems have two properties, by which runs of a few
+A semaphore is waited for only by the core that has it, in the order of its program. So once an event can happen it
+stays able to until it does: others only add to what it waits for. Such systems have two properties, by which runs of a few
 orders decide all of them:
 
 - all orders that go on until nothing can happen contain the same events. One run finds every deadlock;
-- the run that leaves out event a and goes on as far as it can contains each event that can happen before a. Event b
+- the run that leaves out event a and goes on as far as it can contains each event that can happen before a. KernelEvent b
   happens after a in every order if and only if it is not in there.
 
 Worked example: device 0 sends x to device 1, which waits for its semaphore and reads.
@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardkit.testing.kernels.events import Event, Semaphore
+from shardkit.testing.kernels.events import KernelEvent, Semaphore
 
 
 @dataclass(frozen=True)
-class Run:
+class OrderRun:
     """A run as far as it goes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Run:
 class Orders:
     """All orders of some events."""
 
-    def __init__(self, events: Sequence[Event]):
+    def __init__(self, events: Sequence[KernelEvent]):
         self.events = events
         self._next: list[list[int]] = [[] for _ in events]
         self._first: list[int] = []
@@ -58,7 +58,7 @@ class Orders:
                 self._next[event.after].append(number)
         self._before: dict[int, bytearray] = {}
 
-    def run(self, without: Collection[int] = ()) -> Run:
+    def run(self, without: Collection[int] = ()) -> OrderRun:
         """Runs as far as possible without some events."""
         ready = list(reversed(self._first))
         order: list[int] = []
@@ -84,7 +84,7 @@ class Orders:
                 if semaphore in waiting:
                     ready.append(waiting.pop(semaphore))
             ready.extend(self._next[number])
-        return Run(order, frozenset(able), counts)
+        return OrderRun(order, frozenset(able), counts)
 
     def can_precede(self, first: int, second: int) -> bool:
         """Whether `first` happens before `second` in some order."""

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
-from shardkit.testing.kernels.device import Program, add_call
+from shardkit.testing.kernels.device import KernelProgram, add_call
 from shardkit.testing.kernels.orders import Orders
 from shardkit.testing.kernels.verdicts import Mistake, judge
 
@@ -52,6 +52,7 @@ def check_orders(
     out_specs: Any,
     args: Sequence[Any],
     repeats: int = 2,
+    check_vma: bool = False,
 ) -> OrdersProof:
     """Proves that a kernel of remote copies does the same in every order.
 
@@ -62,6 +63,7 @@ def check_orders(
         out_specs: as for `jax.shard_map`.
         args: the global arguments; only shapes and dtypes matter.
         repeats: how often the function is called in a row. A barrier semaphore is the same one in each call.
+        check_vma: as for `jax.shard_map`; few kernels state over which axes they vary.
 
     Returns:
         OrdersProof: what was proved; print it.
@@ -72,7 +74,7 @@ def check_orders(
 
     Cost: one run of all events for each event that touches memory that others see: seconds for 4 devices and 8 steps.
     """
-    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arg) for arg in args]
     program = jax.make_jaxpr(mapped)(*shapes)
     calls = [site.equation for site in walk(program.jaxpr) if site.equation.primitive.name == "pallas_call"]
@@ -81,7 +83,7 @@ def check_orders(
 
 def prove_calls(calls: Sequence[Any], axes: dict[str, int], repeats: int) -> OrdersProof:
     """The proof for equations of `pallas_call`, one after the other."""
-    program = Program(axes)
+    program = KernelProgram(axes)
     # A mistake of the first call is shown by a shorter order than one of a later call.
     for number in range(repeats):
         for place, equation in enumerate(calls):

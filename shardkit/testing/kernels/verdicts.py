@@ -1,13 +1,13 @@
-"""What is wrong with the events of a kernel: races, deadlocks, copies that nobody awaits, semaphores that are not zero."""
+"""What is wrong with the events of a kernel: races, deadlocks, copies not awaited, semaphores that are not zero."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 
-from shardkit.testing.kernels.events import Event, Semaphore
-from shardkit.testing.kernels.memory import READ, WRITE, Access, Place, conflict
-from shardkit.testing.kernels.orders import Orders, Run
+from shardkit.testing.kernels.events import KernelEvent, Semaphore
+from shardkit.testing.kernels.memory import READ, WRITE, Access, DevicePlace, conflict
+from shardkit.testing.kernels.orders import OrderRun, Orders
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def judge(orders: Orders) -> list[Mistake]:
     return races + _find_counts(run)
 
 
-def _find_deadlock(orders: Orders, run: Run) -> list[Mistake]:
+def _find_deadlock(orders: Orders, run: OrderRun) -> list[Mistake]:
     happened = frozenset(run.order)
     stuck = []
     for number, event in enumerate(orders.events):
@@ -75,7 +75,7 @@ def _name_signals(orders: Orders, happened: frozenset[int], semaphore: Semaphore
     return " and waits for device " + " and ".join(str(device) for device in sorted(devices))
 
 
-def _find_counts(run: Run) -> list[Mistake]:
+def _find_counts(run: OrderRun) -> list[Mistake]:
     mistakes = []
     for semaphore, count in run.counts.items():
         if count:
@@ -86,7 +86,7 @@ def _find_counts(run: Run) -> list[Mistake]:
 def _find_races(orders: Orders, order: list[int]) -> list[Mistake]:
     """Pairs of accesses of one place that some orders swap."""
     happened = frozenset(order)
-    touched: dict[Place, list[tuple[int, Access]]] = defaultdict(list)
+    touched: dict[DevicePlace, list[tuple[int, Access]]] = defaultdict(list)
     shared = set()
     for number, event in enumerate(orders.events):
         if number not in happened:
@@ -97,7 +97,7 @@ def _find_races(orders: Orders, order: list[int]) -> list[Mistake]:
                 shared.add(access.place)
     # Of several pairs of the same lines the earliest is reported, whose order is the shortest.
     position = {number: at for at, number in enumerate(order)}
-    pairs: list[tuple[int, int, int, Place, str]] = []
+    pairs: list[tuple[int, int, int, DevicePlace, str]] = []
     for place in shared:
         accesses = touched[place]
         for at, (first, one) in enumerate(accesses):
@@ -120,12 +120,12 @@ def _find_races(orders: Orders, order: list[int]) -> list[Mistake]:
     return mistakes
 
 
-def _in_program_order(first: Event, second: Event) -> bool:
+def _in_program_order(first: KernelEvent, second: KernelEvent) -> bool:
     engines = ("load", "sent", "arrive")
     return first.device == second.device and first.role not in engines and second.role not in engines
 
 
-def _name_kind(first: Event, one: Access, second: Event, other: Access) -> str:
+def _name_kind(first: KernelEvent, one: Access, second: KernelEvent, other: Access) -> str:
     roles = {first.role, second.role}
     # An access of memory whose device has not entered the kernel, or has left it.
     if "leave" in roles:
@@ -137,7 +137,7 @@ def _name_kind(first: Event, one: Access, second: Event, other: Access) -> str:
     return "race"
 
 
-def _describe(orders: Orders, kind: str, first: int, second: int, place: Place) -> Mistake:
+def _describe(orders: Orders, kind: str, first: int, second: int, place: DevicePlace) -> Mistake:
     earlier, later = orders.events[first], orders.events[second]
     text = f"{earlier} and {later} touch {place.buffer.name} of device {place.device}, in either order"
     order = [str(orders.events[number]) for number in orders.shortest((first, second))]

@@ -17,9 +17,19 @@ from jax import lax
 
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter
-from shardkit.testing.kernels.device import Enter, Get, Leave, Operation, Program, Put, Row, Stack, add_call
-from shardkit.testing.kernels.events import Event
-from shardkit.testing.kernels.memory import Buffer, Place, View
+from shardkit.testing.kernels.device import (
+    DataOperation,
+    DataRow,
+    DataStack,
+    Enter,
+    Get,
+    KernelProgram,
+    Leave,
+    Put,
+    add_call,
+)
+from shardkit.testing.kernels.events import KernelEvent
+from shardkit.testing.kernels.memory import Buffer, BufferView, DevicePlace
 from shardkit.testing.kernels.orders import Orders
 from shardkit.testing.kernels.proof import prove_calls
 from shardkit.testing.kernels.values import Data
@@ -68,7 +78,7 @@ class _Writer(JaxprInterpreter[Any]):
         if equation.primitive.name != "pallas_call":
             return compat.bind(equation, operands)
         self.calls.append(equation)
-        program = Program(self.axes)
+        program = KernelProgram(self.axes)
         add_call(program, equation, 0)
         names = tuple(self.axes)
         # Every device computes all devices' memory: what a copy brings is then a slice of an array that is there. A
@@ -83,7 +93,7 @@ class _Writer(JaxprInterpreter[Any]):
         return outputs
 
 
-def run_values(program: Program, arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def run_values(program: KernelProgram, arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """The results of one call on every device, from its arguments on every device."""
     values = _Values(program, arguments)
     for number in Orders(program.events).run().order:
@@ -94,10 +104,10 @@ def run_values(program: Program, arguments: Sequence[Sequence[Any]]) -> list[lis
 class _Values:
     """The memory and the data of all devices in one order."""
 
-    def __init__(self, program: Program, arguments: Sequence[Sequence[Any]]):
+    def __init__(self, program: KernelProgram, arguments: Sequence[Sequence[Any]]):
         self.program = program
         self.arguments = arguments
-        self.memory: dict[Place, Any] = {}
+        self.memory: dict[DevicePlace, Any] = {}
         self.data: dict[int, Any] = {}
         self.next = [0] * program.devices
         self.results: list[list[Any]] = [[] for _ in range(program.devices)]
@@ -111,7 +121,7 @@ class _Values:
         with scope:
             self._happen(event)
 
-    def _happen(self, event: Event) -> None:
+    def _happen(self, event: KernelEvent) -> None:
         if event.copy is not None:
             # Its source is the same since the copy started, as no order races.
             copy = event.copy
@@ -128,30 +138,30 @@ class _Values:
 
     def apply(self, device: int, effect: Any) -> None:
         if isinstance(effect, Get):
-            self.data[effect.result.number] = self.read(Place(device, effect.view.buffer), effect.view)
+            self.data[effect.result.number] = self.read(DevicePlace(device, effect.view.buffer), effect.view)
         elif isinstance(effect, Put):
-            place = Place(device, effect.view.buffer)
+            place = DevicePlace(device, effect.view.buffer)
             value = self.value(effect.value)
             if effect.adds:
                 value = self.read(place, effect.view) + value
             self.write(place, effect.view, value)
         elif isinstance(effect, Enter):
             for buffer, argument in effect.arguments:
-                self.memory[Place(device, buffer)] = self.arguments[device][argument]
+                self.memory[DevicePlace(device, buffer)] = self.arguments[device][argument]
             for buffer in effect.others:
                 if buffer.dtype is not None:
-                    self.memory[Place(device, buffer)] = _unwritten(buffer)
+                    self.memory[DevicePlace(device, buffer)] = _unwritten(buffer)
         elif isinstance(effect, Leave) and effect.results:
-            self.results[device] = [self.memory[Place(device, buffer)] for buffer in effect.results]
+            self.results[device] = [self.memory[DevicePlace(device, buffer)] for buffer in effect.results]
 
     def operate(self, item: Any) -> None:
-        if isinstance(item, Operation):
+        if isinstance(item, DataOperation):
             operands = [self.value(x) for x in item.operands]
             for result, x in zip(item.results, compat.bind(item.equation, operands), strict=True):
                 self.data[result.number] = x
-        elif isinstance(item, Row):
+        elif isinstance(item, DataRow):
             self.data[item.result.number] = self.value(item.array)[item.number]
-        elif isinstance(item, Stack):
+        elif isinstance(item, DataStack):
             self.data[item.result.number] = jnp.stack([self.value(x) for x in item.rows])
 
     def value(self, x: Any) -> Any:
@@ -159,13 +169,13 @@ class _Values:
             return self.data[x.number]
         return jnp.asarray(x)
 
-    def read(self, place: Place, view: View) -> Any:
+    def read(self, place: DevicePlace, view: BufferView) -> Any:
         starts = [r.start for r in view.ranges]
         stops = [r[-1] + 1 if r else r.start for r in view.ranges]
         x = lax.slice(self.memory[place], starts, stops, [r.step for r in view.ranges])
         return lax.squeeze(x, tuple(view.dropped))
 
-    def write(self, place: Place, view: View, value: Any) -> None:
+    def write(self, place: DevicePlace, view: BufferView, value: Any) -> None:
         memory = self.memory[place]
         sizes = tuple(len(r) for r in view.ranges)
         value = jnp.reshape(value, sizes).astype(memory.dtype)

@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.all_gather import ag_kernel
 from jax.sharding import PartitionSpec as P
-from testing.kernels import tutorial
 
 import shardkit as sk
 from shardkit.testing.kernels import OrdersError, check_orders, write_out
-from shardkit.testing.kernels.events import Event, Semaphore, Wait
+from shardkit.testing.kernels.events import KernelEvent, Semaphore, Wait
 from shardkit.testing.kernels.memory import Buffer
 from shardkit.testing.kernels.orders import Orders
+from testing.kernels import tutorial
 
 MESH = sk.abstract_mesh(x=4)
 SMALL = np.zeros((8, 2), np.float32)
@@ -31,7 +31,7 @@ def draw_events(rng):
     events, last = [], [-1] * 3
     for _ in range(9):
         device = rng.randrange(3)
-        event = Event(device, 0, "", "", last[device])
+        event = KernelEvent(device, 0, "", "", last[device])
         choice = rng.random()
         if choice < 0.4:
             event.wait = Wait(semaphores[device], rng.choice([1, 1, 2]), rng.random() < 0.8)
@@ -184,8 +184,8 @@ def test_planted_mistakes_are_found(name, options):
 
 @pytest.mark.parametrize("devices", [4, 5, 6])
 def test_the_barrier_that_raced_over_two_calls(devices):
-    # jax#27963: a neighbour that is a call ahead signals twice, and stands for the one that has not come yet. Among four
-    # devices none can be: the opposite device has the same two neighbours, and waits for the one that is late.
+    # jax#27963: a neighbour that is a call ahead signals twice, and stands for the one that has not come yet. Among
+    # four devices none can be: the opposite device has the same two neighbours, and waits for the one that is late.
     mesh = sk.abstract_mesh(x=devices)
     x = np.zeros((2 * devices, 2), np.float32)
     raced = partial(tutorial.permute, enter=tutorial.barrier)
@@ -242,7 +242,7 @@ def test_the_gather_that_jax_ships():
 
 
 def loops_kernel(x_ref, o_ref, piece, send, recv):
-    """Every device gets the sum of all, by a copy in each round of a loop, into memory that lives as long as the round."""
+    """Every device gets the sum of all, by a copy in each round of a loop, into memory of that round."""
     me, n, left, right = tutorial.neighbours()
     tutorial.double_barrier(left, right)
     o_ref[...] = jnp.zeros_like(o_ref)
