@@ -120,7 +120,7 @@ def add_call(program: KernelProgram, equation: Any, call: int) -> None:
 
 
 class _Reader(JaxprInterpreter[Any]):
-    """Runs the kernel of one device; a value is a known integer, `Data`, or a `View` of memory."""
+    """Runs the kernel of one device; a value is a known integer, `Data`, or a `BufferView` of memory."""
 
     def __init__(self, program: KernelProgram, device: int, call: int, equation: Any):
         self.program = program
@@ -290,8 +290,8 @@ class _Reader(JaxprInterpreter[Any]):
         if isinstance(x, int):
             return x
         raise UnknownOrdersError(
-            f"{line}: an index, an amount or a device that depends on data or on what a semaphore counts; the orders "
-            "of a kernel are known only if its integers are known. Compute it of axis_index, program_id and loop counters."
+            f"{line}: an index, an amount or a device that depends on data or on what a semaphore counts; the "
+            "orders of a kernel are known only if its integers are. Compute it of axis_index, program_id and counters."
         )
 
     # Memory and semaphores

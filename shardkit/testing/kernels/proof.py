@@ -41,7 +41,8 @@ class OrdersProof:
     sent: int
 
     def __str__(self) -> str:
-        return f"no race and no deadlock in any order of {self.events} events on {self.devices} devices, in {self.calls} calls"
+        events = f"{self.events} events on {self.devices} devices"
+        return f"no race and no deadlock in any order of {events}, in {self.calls} calls"
 
 
 def check_orders(
