@@ -338,7 +338,7 @@ class _Reader(JaxprInterpreter[Any]):
                 coordinates[axis] = self._integer(place, line)
             return self.program.device_at(coordinates, line)
         places = device_id if isinstance(device_id, tuple | list) else (device_id,)
-        if kind.value == "logical" and len(places) == 1:
+        if kind is not None and kind.value == "logical" and len(places) == 1:
             number = self._integer(places[0], line)
             if not 0 <= number < self.program.devices:
                 raise IndexError(f"{line} names the device {number} of {self.program.devices}")
@@ -428,7 +428,7 @@ def _start(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
         raise reader._unsupported("a copy without a semaphore", equation)
     read = reader._view(source, (), equation)
     written = reader._view(target, (), equation)
-    device = reader._device(device_id, equation.params["device_id_type"], equation)
+    device = reader._device(device_id, equation.params.get("device_id_type"), equation)
     program, call = reader.program, reader.call_number
     to = f" to device {device}" if device_id is not None else ""
     name = f"copy of {read.buffer.name}{to}"
@@ -466,7 +466,7 @@ def _signal(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     reference, transforms, amount, device_id, core = jax.tree.unflatten(tree, operands)
     if core is not None:
         raise reader._unsupported("several cores", equation)
-    device = reader._device(device_id, equation.params["device_id_type"], equation)
+    device = reader._device(device_id, equation.params.get("device_id_type"), equation)
     semaphore = reader._semaphore(reader._view(reference, transforms, equation), device)
     amount = reader._integer(amount, source_line(equation))
     number = reader._happen(f"signals {semaphore}", source_line(equation))

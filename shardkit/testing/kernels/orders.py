@@ -1,7 +1,7 @@
 """Which events happen before which, in all orders at once, without trying them.
 
-A semaphore is waited for only by the core that has it, in the order of its program. So once an event can happen it stays
-able to until it does: others only add to what it waits for. Two things follow, by which few runs decide all orders:
+A semaphore is waited for only by the core that has it, in the order of its program. So once an event can happen it
+stays able to until it does: others only add to what it waits for. Two things follow, by which few runs decide all:
 
 - all orders that go on until nothing can happen contain the same events. One run finds every deadlock;
 - the run that leaves out event a and goes on as far as it can contains each event that can happen before a. An event b

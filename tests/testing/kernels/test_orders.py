@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.all_gather import ag_kernel
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -119,7 +120,7 @@ def no_barrier(left, right):
 
 def tell_right_only(left, right):
     semaphore = pltpu.get_barrier_semaphore()
-    pl.semaphore_signal(semaphore, 1, device_id=(right,), device_id_type=tutorial.MESH)
+    pl.semaphore_signal(semaphore, 1, device_id=(right,))
     pl.semaphore_wait(semaphore, 1)
 
 
@@ -292,6 +293,33 @@ def test_loops_branches_and_scratch_of_a_round():
         out_specs=P("x"), args=(SMALL,), check_vma=False, grad=False,
     )  # fmt: skip
     assert proof.chance < 1e-15
+
+
+def test_a_pipeline_within_a_kernel():
+    # `emit_pipeline` lowers to copies, semaphores and loops: alone catches one that the model does not have. It asks for
+    # the chip, which a mesh without devices states.
+    chip = AbstractDevice("TPU v5 lite", 1, "tpu")
+    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,), abstract_device=chip)
+
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2.0
+
+    def kernel(x_ref, o_ref):
+        spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        pltpu.emit_pipeline(double, grid=(2,), in_specs=[spec], out_specs=[spec])(x_ref, o_ref)
+
+    def call(x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[tutorial.HBM],
+            out_specs=tutorial.HBM,
+        )(x)
+
+    sk.testing.assert_equal_for_all_inputs(
+        write_out(call), lambda x: 2 * x, mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+        args=(np.zeros((64, 128), np.float32),), check_vma=False, grad=False,
+    )  # fmt: skip
 
 
 def test_blocks_of_a_grid_and_gradients_around_a_kernel():

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-MESH = pl.DeviceIdType.MESH
 HBM = pl.BlockSpec(memory_space=pl.ANY)
 
 
@@ -22,7 +21,7 @@ def neighbours(axis="x"):
 def barrier(*devices, count=None):
     semaphore = pltpu.get_barrier_semaphore()
     for device in devices:
-        pl.semaphore_signal(semaphore, 1, device_id=(device,), device_id_type=MESH)
+        pl.semaphore_signal(semaphore, 1, device_id=(device,))
     pl.semaphore_wait(semaphore, len(devices) if count is None else count)
 
 
@@ -32,7 +31,7 @@ def double_barrier(left, right):
 
     def again(second):
         for device in (left, right):
-            pl.semaphore_signal(second, 1, device_id=(device,), device_id_type=MESH)
+            pl.semaphore_signal(second, 1, device_id=(device,))
         pl.semaphore_wait(second, 2)
 
     pl.run_scoped(again, pltpu.SemaphoreType.REGULAR)
@@ -41,7 +40,7 @@ def double_barrier(left, right):
 def permute_kernel(x_ref, o_ref, send, recv, *, enter=double_barrier, mistake=""):
     _, _, left, right = neighbours()
     enter(left, right)
-    copy = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id=(right,), device_id_type=MESH)
+    copy = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id=(right,))
     copy.start()
     if mistake not in ("send not awaited", "never awaited"):
         copy.wait_send()
@@ -76,7 +75,7 @@ def ring_gather_kernel(x_ref, o_ref, local, send, recv, *, enter=double_barrier,
         target = left if mistake == "wrong side" else right
         number = 0 if mistake == "shared semaphore" else step
         copy = pltpu.make_async_remote_copy(
-            o_ref.at[slot], o_ref.at[slot], send.at[number], recv.at[number], device_id=(target,), device_id_type=MESH
+            o_ref.at[slot], o_ref.at[slot], send.at[number], recv.at[number], device_id=(target,)
         )
         copy.start()
         if mistake == "receive not awaited" and step == n - 2:
@@ -135,7 +134,6 @@ def ring_sum_kernel(x_ref, o_ref, buffers, local, send, recv, capacity, *, enter
         send.at[slot],
         recv.at[other],
         device_id=(to,),
-        device_id_type=MESH,
     )
     copy.start()
     if mistake == "added before the copy":
@@ -153,7 +151,7 @@ def ring_sum_kernel(x_ref, o_ref, buffers, local, send, recv, capacity, *, enter
 
         @pl.when(step < last - (1 if mistake == "one signal too few" else 0))
         def _():
-            pl.semaphore_signal(capacity, 1, device_id=(side,), device_id_type=MESH)
+            pl.semaphore_signal(capacity, 1, device_id=(side,))
 
 
 def ring_sum(x, **options):
@@ -189,7 +187,7 @@ def ring_scatter_kernel(x_ref, o_ref, buffers, send, recv, capacity, *, enter=do
         if step > 0 and mistake != "no capacity":
             pl.semaphore_wait(capacity, 1)
         copy = pltpu.make_async_remote_copy(
-            buffers.at[slot], buffers.at[other], send.at[slot], recv.at[other], device_id=(right,), device_id_type=MESH
+            buffers.at[slot], buffers.at[other], send.at[slot], recv.at[other], device_id=(right,)
         )
         copy.start()
         if mistake != "send not awaited":
@@ -197,7 +195,7 @@ def ring_scatter_kernel(x_ref, o_ref, buffers, send, recv, capacity, *, enter=do
         signals = step < n - 2 and mistake not in ("no capacity", "signal left out")
         if signals and mistake != "signal after the next":
             side = right if mistake == "signal to the wrong side" else left
-            pl.semaphore_signal(capacity, 1, device_id=(side,), device_id_type=MESH)
+            pl.semaphore_signal(capacity, 1, device_id=(side,))
         if mistake != "receive not awaited":
             copy.wait_recv()
         piece = lax.rem(me - step - 2 + 2 * n, n)
