@@ -296,8 +296,8 @@ def test_loops_branches_and_scratch_of_a_round():
 
 
 def test_a_pipeline_within_a_kernel():
-    # `emit_pipeline` lowers to copies, semaphores and loops: alone catches one that the model does not have. It asks for
-    # the chip, which a mesh without devices states.
+    # `emit_pipeline` lowers to copies, semaphores and loops: alone catches one that the model does not have. It asks
+    # for the chip, which a mesh without devices states.
     chip = AbstractDevice("TPU v5 lite", 1, "tpu")
     mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,), abstract_device=chip)
 
@@ -319,6 +319,38 @@ def test_a_pipeline_within_a_kernel():
     sk.testing.assert_equal_for_all_inputs(
         write_out(call), lambda x: 2 * x, mesh=mesh, in_specs=P("x"), out_specs=P("x"),
         args=(np.zeros((64, 128), np.float32),), check_vma=False, grad=False,
+    )  # fmt: skip
+
+
+def test_a_mesh_of_two_axes():
+    # Alone catches devices that are numbered in another order than the mesh's: one axis is passed, the other named.
+    mesh = sk.abstract_mesh(y=3, x=2)
+
+    def kernel(x_ref, o_ref, send, recv):
+        y, x = lax.axis_index("y"), lax.axis_index("x")
+        down, up = lax.rem(y + 1, 3), lax.rem(y + 2, 3)
+        semaphore = pltpu.get_barrier_semaphore()
+        for _ in range(2):
+            for device in (down, up):
+                pl.semaphore_signal(semaphore, 1, device_id=(device, x))
+            pl.semaphore_wait(semaphore, 2)
+        copy = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id={"y": down})
+        copy.start()
+        copy.wait()
+
+    def call(x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[tutorial.HBM],
+            out_specs=tutorial.HBM,
+            scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
+            compiler_params=pltpu.CompilerParams(collective_id=0),
+        )(x)
+
+    sk.testing.assert_equal_for_all_inputs(
+        write_out(call), lambda x: jnp.roll(x, 2, 0), mesh=mesh, in_specs=P("y", "x"), out_specs=P("y", "x"),
+        args=(np.zeros((6, 4), np.float32),), check_vma=False, grad=False,
     )  # fmt: skip
 
 
