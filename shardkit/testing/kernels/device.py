@@ -16,7 +16,7 @@ import numpy as np
 
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
-from shardkit._jax.jaxprs import source_line
+from shardkit._jax.jaxprs import source_line, walk
 from shardkit.testing.kernels.events import Copy, KernelEvent, Semaphore, UnknownOrdersError, Wait
 from shardkit.testing.kernels.memory import COUNT, READ, WRITE, Access, Buffer, BufferView, DevicePlace, whole
 from shardkit.testing.kernels.values import Data, compute_integers, computes_integers, is_known
@@ -155,6 +155,8 @@ class _Reader(JaxprInterpreter[Any]):
         arguments = tuple((buffer, place) for place, buffer in enumerate(buffers[:arrays]))
         others = tuple(buffer for buffer in buffers[arrays:] if buffer not in buffers[:arrays])
         entered = self._enter(tuple(dict.fromkeys(buffers)), Enter(arguments, others))
+        if _has_device_barrier(self.call_equation):
+            self._wait_for_all_devices()
         for self.position in itertools.product(*(range(size) for size in mapping.grid)):
             references = []
             for place, buffer in enumerate(buffers):
@@ -182,6 +184,15 @@ class _Reader(JaxprInterpreter[Any]):
     def _leave(self, buffers: tuple[Buffer, ...], effect: Any) -> None:
         accesses = [whole(buffer).access(self.device, WRITE) for buffer in buffers]
         self._happen("leaves the kernel", self.line, accesses=accesses, role="leave", effect=effect)
+
+    def _wait_for_all_devices(self) -> None:
+        """The barrier that Pallas puts before a kernel: each device goes on when all have entered."""
+        barrier = Buffer(("device barrier", self.call_number), "the barrier before the kernel", (), None)
+        for device in range(self.program.devices):
+            semaphore = Semaphore(device, barrier, ())
+            number = self._happen(f"signals {semaphore}", self.line)
+            _count(self.program.events[number], semaphore, 1)
+        _add_wait(self, whole(barrier), self.program.devices, True, self.call_equation)
 
     def _block(self, mapping: Any, view: BufferView) -> BufferView:
         """The part of an array that a step of the grid sees. It is read in place."""
@@ -490,6 +501,32 @@ def _add_wait(reader: _Reader, view: BufferView, amount: int, takes: bool, equat
 
 def _read_semaphore(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     raise reader._unsupported("a semaphore_read, whose value depends on the order,", equation)
+
+
+def _has_device_barrier(call: Any) -> bool:
+    """Whether Pallas puts a barrier of all devices before a kernel.
+
+    It does so before a kernel that communicates and has no barrier of its own. With a `collective_id` the kernel says
+    that it has one, and with `skip_device_barrier` that it needs none.
+    """
+    params = call.params["compiler_params"]
+    if getattr(params, "collective_id", None) is not None or getattr(params, "skip_device_barrier", False):
+        return False
+    sites = list(walk(call.params["jaxpr"]))
+    if any(site.name == "get_barrier_semaphore" for site in sites):
+        return False
+    return any(_names_device(site.equation) for site in sites)
+
+
+def _names_device(equation: Any) -> bool:
+    """Whether an equation sends a copy or a signal to a device that it names."""
+    if equation.primitive.name == "dma_start":
+        *_, device_id = _unflatten(equation.params["tree"], equation.invars)
+        return device_id is not None
+    if equation.primitive.name == "semaphore_signal":
+        *_, device_id, _ = jax.tree.unflatten(equation.params["args_tree"], equation.invars)
+        return device_id is not None
+    return False
 
 
 def _barrier(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:

@@ -102,6 +102,26 @@ def check(name, repeats=2, **options):
     return check_orders(kernel, mesh=MESH, in_specs=P("x"), out_specs=out_specs, args=(x,), repeats=repeats)
 
 
+def permute_without_barrier(x, **compiler_params):
+    return pl.pallas_call(
+        partial(tutorial.permute_kernel, enter=no_barrier),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[tutorial.HBM],
+        out_specs=tutorial.HBM,
+        scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
+        compiler_params=pltpu.CompilerParams(**compiler_params),
+    )(x)
+
+
+# Alone catches a false alarm: Pallas puts a barrier before a kernel that communicates and has none of its own. The
+# kernels of the tutorial rely on it.
+def test_the_barrier_that_pallas_adds():
+    options = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x"), "args": (np.zeros((8, 2), "f"),)}
+    assert check_orders(permute_without_barrier, **options).calls == 2
+    with pytest.raises(OrdersError, match="not entered"):
+        check_orders(partial(permute_without_barrier, skip_device_barrier=True), **options)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_of_the_tutorial_are_proved(name):
     # Alone catches a model that is too strict: a mistake reported of a right kernel, or values that are not its own.
