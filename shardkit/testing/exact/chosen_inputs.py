@@ -105,6 +105,7 @@ def _compare_with_differences(
     field = pair.make_field(FEWEST_POINTS, seed, kind=kind, crossed=True, elements=elements)
     differences = Differences()
     pair.coverage.differences = differences
+    pair.coverage.open_squares = pair.coverage.find_open_squares()
     pair.compare(field)
     return field, differences
 
@@ -120,11 +121,12 @@ def _find_crossing(
     elements = [*elements, moved]
     field = pair.make_field(FEWEST_POINTS, settings.seed, kind=settings.kind, crossed=True, elements=elements)
     after = Differences()
-    field.coverage = Coverage(differences=after, identifies=False)
+    open_squares = pair.coverage.open_squares
+    field.coverage = Coverage(differences=after, identifies=False, open_squares=open_squares)
     for side, run in zip((ON_MESH, ALONE), pair.sides, strict=True):
         field.coverage.side = side
         run(field, None)
     # The comparisons that are most likely to tell both sides apart.
     keys = [*pair.coverage.list_foreign_keys(), *pair.coverage.find_untied()]
-    preferred = {key.place for key in keys}
+    preferred = {key.place for key in keys} | open_squares
     return crossings.solve(field, moved, before, after, preferred)

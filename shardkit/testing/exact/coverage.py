@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.crossings import DIVISOR, JUMP, Differences
+from shardkit.testing.exact.crossings import DIVISOR, JUMP, SQUARE, Differences
 from shardkit.testing.exact.decision import (
     EQUALITY,
     INTEGERS,
@@ -30,6 +30,7 @@ from shardkit.testing.exact.decision import (
     Decision,
     DecisionPlace,
     Key,
+    Ties,
     count_excess,
     find_constants,
     find_known_signs,
@@ -41,6 +42,7 @@ from shardkit.testing.exact.decision import (
 )
 from shardkit.testing.exact.numbers.field import COINCIDING, NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
+from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 
@@ -67,6 +69,8 @@ class Coverage:
         choices: which elements were chosen, as the largest of a row.
         roundings: what is rounded to integers, as `hashes`.
         coincidences: by line, what asked whether numbers are equal that are so in float64 alone.
+        squares: by place, the hashes of even powers, as those of the differences that comparisons compare with zero.
+        open_squares: of which of them it is asked where they are zero.
     """
 
     decisions: dict[Key, Decision] = attribute(default_factory=dict)
@@ -78,6 +82,8 @@ class Coverage:
     choices: dict[Key, Decision] = attribute(default_factory=dict)
     roundings: dict[Key, Decision] = attribute(default_factory=dict)
     coincidences: dict[str, str] = attribute(default_factory=dict)
+    squares: dict[DecisionPlace, frozenset[int]] = attribute(default_factory=dict)
+    open_squares: frozenset[DecisionPlace] = frozenset()
 
     # Notes of a run
 
@@ -128,7 +134,12 @@ class Coverage:
         is_free = ~decision.is_forced
         hashes = np.broadcast_to(hash_difference(field, difference), is_free.shape)
         decision.hashes = frozenset(hashes[is_free].tolist())
-        decision.ties = find_ties(name, hashes, x, y, is_free | decision.is_forced_by_signs)
+        if name in _EQUALITIES:
+            # Whether a square is zero: where it may be, it goes another way there than in this draw.
+            may_be_zero = np.broadcast_to(decision.is_forced_by_signs, hashes.shape)
+            decision.ties = (Ties(hashes, -may_be_zero.astype(np.int8)),) if may_be_zero.any() else ()
+        else:
+            decision.ties = find_ties(name, hashes, x, y, is_free | decision.is_forced_by_signs)
         self.constants |= list_logs_of_constants(field, x)
         self.constants |= list_logs_of_constants(field, y)
 
@@ -142,6 +153,22 @@ class Coverage:
         if self.differences is not None and x.degree.total:
             zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
             self.differences.note(DecisionPlace(self.side, id(equation), DIVISOR), field, x, zero)
+
+    def note_square(self, field: Field, equation: Any, root: Exact, square: Exact) -> None:
+        """Notes an even power, which is above zero but where its root is zero.
+
+        Worked example: `(x - 0.5)**2 > 0` is true in every draw, and no crossing shows: a square touches zero and does
+        not cross it. The root x - 0.5 is linear in x, and an x of 0.5 is found as for any comparison.
+        """
+        if not root.degree.total or (root.sign != 0).all():  # exp(x)**2 is nowhere zero
+            return
+        place = DecisionPlace(self.side, id(equation), SQUARE)
+        if self.differences is not None and place in self.open_squares:
+            zero = field.lift(np.zeros((1,) * len(root.shape), np.float32))
+            self.differences.note(place, field, root, zero)
+        if self.identifies and field.settings.points > 1:
+            hashes = hash_difference(field, to_number(field, square).number[field.residues.top])
+            self.squares[place] = self.squares.get(place, frozenset()) | frozenset(hashes.ravel().tolist())
 
     def note_coincidence(self, field: Field, equation: Any, line: str, truth: np.ndarray) -> None:
         """Where real values are equal, and residues are not.
@@ -238,6 +265,7 @@ class Coverage:
         _merge_decisions(self.roundings, other.roundings)
         self.constants |= other.constants
         self.coincidences |= other.coincidences
+        self.squares |= other.squares
 
     # What is open after all runs
 
@@ -330,7 +358,9 @@ class Coverage:
             was_tried = np.zeros(differs.size, bool)
             indices = [index for index in self.tried.get(key.place, ()) if index < differs.size]
             was_tried[indices] = True
-            in_vain = differs & was_tried.reshape(differs.shape) & ~is_met
+            # A square touches zero where its root crosses it: inputs that were put for the square itself say nothing.
+            was_tried = was_tried.reshape(differs.shape) & ~np.asarray(decision.is_forced_by_signs)
+            in_vain = differs & was_tried & ~is_met
             if not is_met.any() or in_vain.any():
                 decisions.append(decision)
         return decisions
@@ -356,6 +386,9 @@ class Coverage:
         on_both_sides = np.intersect1d(np.union1d(same_on_mesh, other_on_mesh), np.union1d(same_alone, other_alone))
         on_one_side = np.union1d(np.setxor1d(same_on_mesh, same_alone), np.setxor1d(other_on_mesh, other_alone))
         differing_hashes = np.intersect1d(on_both_sides, on_one_side)
+        # Whether a square is above zero, one side alone may ask: to the other it is so for all inputs but its zeros.
+        asked_of_zeros = np.intersect1d(np.setxor1d(other_on_mesh, other_alone), self._list_hashes_of_squares())
+        differing_hashes = np.union1d(differing_hashes, asked_of_zeros)
         differing: dict[Key, np.ndarray] = {}
         if not differing_hashes.size:
             return differing
@@ -367,6 +400,22 @@ class Coverage:
             if differs.any():
                 differing[key] = differs
         return differing
+
+    def find_open_squares(self) -> frozenset[DecisionPlace]:
+        """The squares that are compared with zero on one side alone, and were zero in no draw."""
+        if not self.squares:
+            return frozenset()
+        open_hashes: set[int] = set()
+        for key in self.find_untied():
+            for ties in self.decisions[key].ties:
+                open_hashes |= set(ties.hashes[ties.ways != 0].tolist())
+        return frozenset(place for place, hashes in self.squares.items() if hashes & open_hashes)
+
+    def _list_hashes_of_squares(self) -> np.ndarray:
+        hashes: set[int] = set()
+        for hashes_of_place in self.squares.values():
+            hashes |= hashes_of_place
+        return np.array(sorted(hashes), np.uint64)
 
     def _list_hashes_of_ties(self, side: int) -> tuple[np.ndarray, np.ndarray]:
         """The differences that go the same way as in a draw if they are zero, and those that go the other way."""

@@ -299,7 +299,11 @@ class ProgramPair:
 
     def _run_and_compare(self, field: Field) -> Results:
         """The results of both programs in a field; if they differ, in the same field with the laws of roots."""
-        field.coverage = Coverage(identifies=self.coverage.identifies, differences=self.coverage.differences)
+        field.coverage = Coverage(
+            identifies=self.coverage.identifies,
+            differences=self.coverage.differences,
+            open_squares=self.coverage.open_squares,
+        )
         results = self._compare_pairs(field)
         has_roots = field.laws.roots.squares or field.laws.roots.of_powers
         by_laws = self.by_laws and field.settings.order is None

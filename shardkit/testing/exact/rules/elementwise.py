@@ -47,7 +47,7 @@ def multiply(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     if not is_square and x.factor is None and y.factor is None:  # the same value, computed twice
         is_square = np.array_equal(x.number, y.number) and np.array_equal(x.facts, y.facts)
     if is_square:
-        return arithmetic.power(scope.field, x, 2)
+        return _raise_to_power(scope, equation, x, 2)
     return arithmetic.multiply(scope.field, x, y)
 
 
@@ -62,12 +62,20 @@ def divide(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
 
 def square(scope: Scope, equation: Any, x: Exact) -> Exact:
     """square."""
-    return arithmetic.power(scope.field, x, 2)
+    return _raise_to_power(scope, equation, x, 2)
 
 
 def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
     """integer_pow."""
-    return arithmetic.power(scope.field, x, equation.params["y"])
+    return _raise_to_power(scope, equation, x, equation.params["y"])
+
+
+def _raise_to_power(scope: Scope, equation: Any, x: Exact, exponent: int) -> Exact:
+    """A whole power. Of an even one it is noted where it is zero: nowhere else does its sign say too little."""
+    result = arithmetic.power(scope.field, x, exponent)
+    if exponent > 0 and exponent % 2 == 0:
+        scope.note_square(equation, x, result)
+    return result
 
 
 def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:

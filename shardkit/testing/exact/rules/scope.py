@@ -109,6 +109,11 @@ class Scope:
         if self.field.coverage is not None:
             self.field.coverage.note_divisor(self.field, equation, x)
 
+    def note_square(self, equation: Any, root: Exact, square: Exact) -> None:
+        """Notes an even power, of which a comparison may ask whether it is above zero."""
+        if self.field.coverage is not None:
+            self.field.coverage.note_square(self.field, equation, root, square)
+
     def line(self, equation: Any) -> str:
         """The line of an equation in the user's program, as "kernel.py:12"."""
         return source_line(equation, self.around)

@@ -1,0 +1,56 @@
+"""Squares that one side alone compares with zero: they are zero at a point, and cross it nowhere."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing.exact.evidence import UndecidedError
+
+KEPT = {
+    "square": lambda x: jnp.where((x - 0.5) ** 2 > 0, x, 7),
+    "product": lambda x: jnp.where((x - 0.5) * (0.5 - x) * -1 > 0, x, 7),
+    "of itself": lambda x: jnp.where((x - 0.5) * (x - 0.5) > 0, x, 7),
+    "turned": lambda x: jnp.where((x - 0.5) ** 4 <= 0, 7, x),
+    "unequal": lambda x: jnp.where((x - 0.5) ** 2 != 0, x, 7),
+    "two inputs": lambda x: jnp.where((x - 2 * x[:, ::-1] + 1) ** 2 > 0, x, 7),
+}
+
+
+def prove(kernel, reference):
+    return sk.testing.assert_equal_for_all_inputs(
+        kernel,
+        reference,
+        mesh=sk.abstract_mesh(data=2),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        args=(np.zeros((4, 2), np.float32),),
+        grad=False,
+    )
+
+
+# Catches a comparison that counts as decided because a square is never below zero: the kernels give 7 where it is zero.
+@pytest.mark.parametrize("name", KEPT)
+def test_the_zero_of_a_square_is_met(name):
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        prove(KEPT[name], lambda x: x)
+
+
+# Catches a false alarm: the same guard on both sides, one that changes nothing, and a square that is never zero.
+@pytest.mark.parametrize(
+    ("kernel", "reference"),
+    [
+        (lambda x: jnp.where((x - 0.5) ** 2 > 0, x, 7), lambda x: jnp.where((x - 0.5) * (x - 0.5) > 0, x, 7)),
+        (lambda x: jnp.where((x - 0.5) ** 2 > 0, x - 0.5, 0), lambda x: x - 0.5),
+        (lambda x: jnp.where(jnp.exp(x) ** 2 > 0, x, 7), lambda x: x),
+    ],
+)
+def test_a_guard_that_changes_nothing_is_proved(kernel, reference):
+    assert prove(kernel, reference).chance < 1e-15
+
+
+# Catches a proof where no draw has met the zero: log(2) has no residue.
+def test_a_zero_that_no_draw_meets_is_not_decided():
+    with pytest.raises(UndecidedError, match="in no draw they were equal"):
+        prove(lambda x: jnp.where((jnp.exp(x) - 2) ** 2 > 0, x, 7), lambda x: x)
