@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def test_commands_and_pages():
     assert len(cli.every_command()) <= 13  # prove: of the three uses, proof had none
     pages = list((ROOT / "docs").rglob("*.md"))
-    assert len(pages) <= 51, "pages that are written by hand; docs/generate makes the others"
+    assert len(pages) <= 52, "pages that are written by hand; docs/generate makes the others"
 
 
 def test_the_top_level():
