@@ -75,6 +75,7 @@ def draw_across(pair: ProgramPair, crossings: Crossings, count: int) -> None:
     seed = pair.seed
     pair.seed += 1
     levels = pair.levels
+    pair.coverage.open_squares = pair.coverage.find_open_squares()
     elements: list[Element] = []
     try:
         field, differences = _compare_with_differences(pair, seed, kind, elements)
@@ -105,7 +106,6 @@ def _compare_with_differences(
     field = pair.make_field(FEWEST_POINTS, seed, kind=kind, crossed=True, elements=elements)
     differences = Differences()
     pair.coverage.differences = differences
-    pair.coverage.open_squares = pair.coverage.find_open_squares()
     pair.compare(field)
     return field, differences
 

@@ -387,8 +387,9 @@ class Coverage:
         on_one_side = np.union1d(np.setxor1d(same_on_mesh, same_alone), np.setxor1d(other_on_mesh, other_alone))
         differing_hashes = np.intersect1d(on_both_sides, on_one_side)
         # Whether a square is above zero, one side alone may ask: to the other it is so for all inputs but its zeros.
-        asked_of_zeros = np.intersect1d(np.setxor1d(other_on_mesh, other_alone), self._list_hashes_of_squares())
-        differing_hashes = np.union1d(differing_hashes, asked_of_zeros)
+        if self.squares:
+            asked_of_zeros = np.intersect1d(self._list_ties_of_one_side(), self._list_hashes_of_squares())
+            differing_hashes = np.union1d(differing_hashes, asked_of_zeros)
         differing: dict[Key, np.ndarray] = {}
         if not differing_hashes.size:
             return differing
@@ -400,6 +401,27 @@ class Coverage:
             if differs.any():
                 differing[key] = differs
         return differing
+
+    def list_never_equal(self) -> list[str]:
+        """The lines at which one side alone compares numbers whose difference has a known sign, and was never zero.
+
+        Worked example: `exp(x) > 0` is true for all inputs, and so is taken `(x - 1)**2 * exp(x) > 0`: the known signs
+        do not tell one from the other. No draw has met an x of 1, at which the latter is false.
+        """
+        lines = set()
+        asked_of_zeros = self._list_ties_of_one_side()
+        for decision in self.decisions.values():
+            for ties in decision.ties:
+                is_asked = (ties.ways < 0) & np.isin(ties.hashes, asked_of_zeros) & decision.is_forced_by_signs
+                if is_asked.any() and not np.any(is_asked & decision.was_tied):
+                    lines.add(decision.line)
+        return sorted(lines)
+
+    def _list_ties_of_one_side(self) -> np.ndarray:
+        """The differences of which one side alone goes another way where they are zero."""
+        _, other_on_mesh = self._list_hashes_of_ties(ON_MESH)
+        _, other_alone = self._list_hashes_of_ties(ALONE)
+        return np.setxor1d(other_on_mesh, other_alone)
 
     def find_open_squares(self) -> frozenset[DecisionPlace]:
         """The squares that are compared with zero on one side alone, and were zero in no draw."""

@@ -132,6 +132,7 @@ class ProgramPair:
             folded=self.folded,
             lacks_floats=self.lacks_floats,
             sorted_lines=self.coverage.list_sorted_lines(),
+            never_equal=self.coverage.list_never_equal(),
         )
 
     # Runs

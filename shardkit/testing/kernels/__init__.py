@@ -1,6 +1,7 @@
 """Kernels of remote copies, proved in every order: no race, no deadlock, and what they compute as a plain program.
 
-Start with `orders.py`, which says why a few runs decide all orders. Imports `shardkit._jax` and nothing of other rooms.
+Start with `orders.py`, which says why a few runs decide all orders. Imports `shardkit._jax`, and of the proof for all
+inputs the arithmetic of known integers.
 """
 
 from shardkit.testing.kernels.events import UnknownOrdersError

@@ -131,6 +131,7 @@ class _Reader(JaxprInterpreter[Any]):
         self.position: tuple[int, ...] = ()
         self.allocations: dict[int, int] = {}
         self.scoped_semaphores: dict[Buffer, None] = {}
+        self.moving_blocks: set[Buffer] = set()  # arrays of which each step of the grid sees another block
 
     # The call
 
@@ -198,6 +199,7 @@ class _Reader(JaxprInterpreter[Any]):
         """The part of an array that a step of the grid sees. It is read in place."""
         if mapping.has_trivial_window():
             return view
+        self.moving_blocks.add(view.buffer)
         places = self.run(mapping.index_map_jaxpr, [np.asarray(i, np.int32) for i in self.position])
         indices: list[int | range] = []
         for dim, (block, place) in enumerate(zip(mapping.block_shape, places, strict=True)):
@@ -330,7 +332,10 @@ class _Reader(JaxprInterpreter[Any]):
             try:
                 view = view.take(indices)
             except IndexError as error:
-                raise IndexError(f"device {self.device} at {source_line(equation)}: {error}") from None
+                line = source_line(equation)
+                raise IndexError(
+                    f"{line}: a kernel must stay inside its memory; device {self.device} takes {error}. Check the index."
+                ) from None
         return view
 
     def _semaphore(self, view: BufferView, device: int) -> Semaphore:
@@ -361,17 +366,19 @@ class _Reader(JaxprInterpreter[Any]):
 
     def _unsupported(self, what: str, equation: Any = None) -> UnknownOrdersError:
         line = self.line if equation is None else source_line(equation)
-        return UnknownOrdersError(f"{line}: the orders of a kernel with {what} are not known")
+        return UnknownOrdersError(
+            f"{line}: the orders of a kernel with {what} are not known. Write it otherwise, or run it in jax's "
+            "interpreter."
+        )
 
 
 def _argument_names(jaxpr: Any) -> list[str]:
     names = getattr(jaxpr.debug_info, "arg_names", None) or ()
-    names = [str(name or "") for name in names]
-    found = []
-    for place in range(len(jaxpr.invars)):
-        name = names[place] if place < len(names) else ""
-        found.append(name or f"argument {place}")
-    return found
+    argument_names = [f"argument {place}" for place in range(len(jaxpr.invars))]
+    for place, name in enumerate(names[: len(argument_names)]):
+        if name:
+            argument_names[place] = str(name)
+    return argument_names
 
 
 # Rules: what an equation of Pallas is as events.
@@ -439,8 +446,15 @@ def _start(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
         raise reader._unsupported("a copy without a semaphore", equation)
     read = reader._view(source, (), equation)
     written = reader._view(target, (), equation)
+    for view in (read, written):
+        if view.buffer in reader.moving_blocks:
+            # The compiler copies such a block in before its step and out behind it, and has two places for it.
+            raise reader._unsupported(
+                f"a copy of {view.buffer.name}, of which each step of the grid sees a block", equation
+            )
     device = reader._device(device_id, equation.params.get("device_id_type"), equation)
-    program, call = reader.program, reader.call_number
+    program = reader.program
+    call = reader.call_number
     to = f" to device {device}" if device_id is not None else ""
     name = f"copy of {read.buffer.name}{to}"
     start = reader._happen(f"starts a {name}", line, role="start")
@@ -543,7 +557,8 @@ def _scope(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     names = _argument_names(jaxpr)
     site = id(equation)
     reader.allocations[site] = reader.allocations.get(site, 0) + 1
-    buffers, arrays = [], []
+    buffers = []
+    arrays = []
     for place, variable in enumerate(jaxpr.invars):
         if isinstance(variable.aval.dtype, np.dtype):
             key: Any = (site, reader.allocations[site], place)
@@ -569,7 +584,8 @@ def _scope(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
 
 def _axis_index(reader: _Reader, equation: Any, operands: list[Any]) -> list[Any]:
     names = equation.params["axis_name"]
-    names = names if isinstance(names, tuple) else (names,)
+    if not isinstance(names, tuple):
+        names = (names,)
     coordinates = reader.program.coordinates(reader.device)
     number = 0
     for name in names:

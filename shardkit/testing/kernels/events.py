@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from shardkit.testing.kernels.memory import Access, Buffer, BufferView, DevicePlace
 
+ENGINES = ("load", "sent", "arrive")  # the roles of events of an engine; all others are of a core
+
 
 class UnknownOrdersError(ValueError):
     """A kernel whose events depend on data or on the order, or that does what the model does not have."""
@@ -75,5 +77,7 @@ class KernelEvent:
 
     def __str__(self) -> str:
         line = f" at {self.line}" if self.line else ""
-        core = self.role in ("core", "enter", "leave", "start", "wait")
-        return f"device {self.device}{' ' if core else chr(39) + 's '}{self.text}{line}"
+        device = f"device {self.device}"
+        if self.role in ENGINES:
+            device += "'s"
+        return f"{device} {self.text}{line}"

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardkit.testing.kernels.events import KernelEvent, Semaphore
+from shardkit.testing.kernels.events import ENGINES, KernelEvent, Semaphore
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,12 @@ class Orders:
                 self._next[event.after].append(number)
         self._before: dict[int, bytearray] = {}
 
-    def run(self, without: Collection[int] = ()) -> OrderRun:
-        """Runs as far as possible without some events."""
+    def run(self, without: Collection[int] = (), partly: Collection[int] = ()) -> OrderRun:
+        """Runs as far as possible without some events.
+
+        Of those that are `partly` there, a copy is under way: its semaphore counts all of its bytes but one. For
+        example a wait for 3 bytes goes on when a copy of 1 byte is there and 2 of another copy's 3 bytes are.
+        """
         ready = list(reversed(self._first))
         order: list[int] = []
         able: set[int] = set()
@@ -74,6 +78,11 @@ class Orders:
                     continue
             if number in without:
                 able.add(number)
+                if number in partly and event.role in ENGINES:
+                    for semaphore, amount in event.signals:
+                        counts[semaphore] = counts.get(semaphore, 0) + amount - 1
+                        if semaphore in waiting:
+                            ready.append(waiting.pop(semaphore))
                 continue
             if event.wait is not None and takes:
                 counts[semaphore] -= amount
@@ -89,7 +98,7 @@ class Orders:
         """Whether `first` happens before `second` in some order."""
         if second not in self._before:
             happened = bytearray(len(self.events))
-            for number in self.run({second}).order:
+            for number in self.run({second}, {second}).order:
                 happened[number] = 1
             self._before[second] = happened
         return bool(self._before[second][first])
@@ -105,14 +114,14 @@ class Orders:
     def shortest(self, together: Iterable[int]) -> list[int]:
         """An order after which some concurrent events can happen next, from which no event can be left out."""
         goal = frozenset(together)
-        order = self.run(goal).order
+        order = self.run(goal, goal).order
         without = set(range(len(self.events))) - set(order)
         without |= goal
         for number in reversed(order):
             if number in without:
                 continue
             # What others could do without it stays; leaving it out leaves out all that needs it.
-            shorter = self.run(without | {number})
+            shorter = self.run(without | {number}, goal)
             if goal <= shorter.able:
                 without = set(range(len(self.events))) - set(shorter.order)
-        return self.run(without).order
+        return self.run(without, goal).order

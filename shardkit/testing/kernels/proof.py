@@ -71,6 +71,7 @@ def check_orders(
 
     Raises:
         OrdersError: the mistakes, each with a shortest order that shows it.
+        IndexError: an index outside of the kernel's memory, or a device that is not in the mesh.
         UnknownOrdersError: a ValueError; a kernel whose events depend on data or on the order, by its line.
 
     Cost: one run of all events for each event that touches memory that others see: seconds for 4 devices and 8 steps.

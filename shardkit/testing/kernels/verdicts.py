@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from shardkit.testing.kernels.events import KernelEvent, Semaphore
+from shardkit.testing.kernels.events import ENGINES, KernelEvent, Semaphore
 from shardkit.testing.kernels.memory import READ, WRITE, Access, DevicePlace, conflict
 from shardkit.testing.kernels.orders import OrderRun, Orders
 
@@ -121,8 +121,7 @@ def _find_races(orders: Orders, order: list[int]) -> list[Mistake]:
 
 
 def _in_program_order(first: KernelEvent, second: KernelEvent) -> bool:
-    engines = ("load", "sent", "arrive")
-    return first.device == second.device and first.role not in engines and second.role not in engines
+    return first.device == second.device and first.role not in ENGINES and second.role not in ENGINES
 
 
 def _name_kind(first: KernelEvent, one: Access, second: KernelEvent, other: Access) -> str:

@@ -84,12 +84,14 @@ class _Writer(JaxprInterpreter[Any]):
         # Every device computes all devices' memory: what a copy brings is then a slice of an array that is there. A
         # ppermute for each copy would do as well, but a copy to one device is none that all take part in.
         gathered = [lax.all_gather(x, names) for x in operands]
-        arguments = [[x[device] for x in gathered] for device in range(program.devices)]
+        arguments = []
+        for number in range(program.devices):
+            arguments.append([x[number] for x in gathered])
         results = run_values(program, arguments)
-        own = lax.axis_index(names)
+        device = lax.axis_index(names)
         outputs = []
         for column in zip(*results, strict=True):
-            outputs.append(lax.dynamic_index_in_dim(jnp.stack(column), own, 0, keepdims=False))
+            outputs.append(lax.dynamic_index_in_dim(jnp.stack(column), device, 0, keepdims=False))
         return outputs
 
 
@@ -187,7 +189,10 @@ class _Values:
 
 
 def _unwritten(buffer: Buffer) -> Any:
-    """Memory that nothing was written to: NaN, which no proof takes for a number, where the dtype has it."""
-    if jnp.issubdtype(buffer.dtype, jnp.floating):
-        return jnp.full(buffer.shape, jnp.nan, buffer.dtype)
-    return jnp.zeros(buffer.shape, buffer.dtype)
+    """Memory that nothing was written to: NaN, the largest integer or True, which a right kernel does not return."""
+    dtype = np.dtype(buffer.dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.full(buffer.shape, jnp.nan, dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.full(buffer.shape, jnp.iinfo(dtype).max, dtype)
+    return jnp.ones(buffer.shape, dtype)

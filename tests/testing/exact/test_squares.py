@@ -54,3 +54,27 @@ def test_a_guard_that_changes_nothing_is_proved(kernel, reference):
 def test_a_zero_that_no_draw_meets_is_not_decided():
     with pytest.raises(UndecidedError, match="in no draw they were equal"):
         prove(lambda x: jnp.where((jnp.exp(x) - 2) ** 2 > 0, x, 7), lambda x: x)
+
+
+# Catches a certificate that is silent where known signs do not tell what is never zero from what is zero at a point.
+@pytest.mark.parametrize(
+    "guard",
+    [
+        lambda x: jnp.exp(x),
+        lambda x: (x - 0.5) ** 2 * jnp.exp(x),
+        lambda x: jnp.sqrt((x - 0.5) ** 2),
+        lambda x: ((x - 0.5) ** 2) ** 2,
+        lambda x: jnp.mean((x - 0.5) ** 2, 1, keepdims=True),
+    ],
+)
+def test_a_guard_whose_zero_no_draw_met_is_named(guard):
+    proof = prove(lambda x: jnp.where(guard(x) > 0, x, 7), lambda x: x)
+    assert "nothing is said of inputs that make equal what one side alone compares at test_squares.py" in str(proof)
+
+
+# Catches the same sentence where both sides compare alike, and where a draw has met the zero.
+def test_a_guard_on_both_sides_is_not_named():
+    guarded = lambda x: jnp.where(jnp.exp(x) > 0, x, 7)  # noqa: E731
+    assert "nothing is said of inputs that make" not in str(prove(guarded, guarded))
+    proof = prove(lambda x: jnp.where(x * x > 0, x, 0), lambda x: x)
+    assert "nothing is said of inputs that make" not in str(proof)

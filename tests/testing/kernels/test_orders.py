@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.testing.kernels import OrdersError, check_orders, write_out
+from shardkit.testing.kernels import OrdersError, UnknownOrdersError, check_orders, write_out
 from shardkit.testing.kernels.events import KernelEvent, Semaphore, Wait
 from shardkit.testing.kernels.memory import Buffer
 from shardkit.testing.kernels.orders import Orders
@@ -399,4 +399,70 @@ def test_other_numbers_of_devices(name, devices):
     kernel, x, out_specs, _ = KERNELS[name]
     rows = 2 * devices * (devices if name == "scatter" else 1)
     x = np.zeros((rows, 2), jnp.bfloat16)
-    check_orders(kernel, mesh=mesh, in_specs=P("x"), out_specs=out_specs, args=(x,))
+    assert check_orders(kernel, mesh=mesh, in_specs=P("x"), out_specs=out_specs, args=(x,)).devices == devices
+
+
+# Alone catches a block that is followed as if it stood still: the compiler has two places for it, and copies ahead.
+def test_a_copy_of_a_block_that_moves_is_refused():
+    def kernel(x_ref, o_ref, send, recv):
+        copy = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id=(lax.axis_index("x"),))
+        copy.start()
+        copy.wait()
+
+    def call(x):
+        spec = pl.BlockSpec((1, 2), lambda i: (i, 0))
+        return pl.pallas_call(
+            kernel,
+            grid=(2,),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[spec],
+            out_specs=spec,
+            scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
+        )(x)
+
+    with pytest.raises(UnknownOrdersError, match=r"a copy of .* of which each step of the grid sees a block"):
+        check_orders(call, mesh=MESH, in_specs=P("x"), out_specs=P("x"), args=(np.zeros((8, 2), "f"),))
+
+
+# Alone catches a copy that counts only when all of it is there: 2 of 3 bytes and a copy of 1 byte end a wait for 3.
+def test_a_copy_that_is_there_in_part():
+    semaphore = Semaphore(1, Buffer("semaphore", "semaphore", (), None), ())
+
+    def make(wait):
+        return Orders(
+            [
+                KernelEvent(0, 0, "large is read", "", -1, role="load"),
+                KernelEvent(0, 0, "large arrives", "", 0, signals=[(semaphore, 3)], role="arrive"),
+                KernelEvent(0, 0, "small is read", "", -1, role="load"),
+                KernelEvent(0, 0, "small arrives", "", 2, signals=[(semaphore, 1)], role="arrive"),
+                KernelEvent(1, 0, "waits", "", -1, wait=Wait(semaphore, wait), role="wait"),
+            ]
+        )
+
+    assert make(3).can_precede(4, 1)
+    assert not make(4).can_precede(4, 1)
+
+
+# Alone catches memory that holds zeros before anything is written to it: here the result would be right.
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, np.bool_])
+def test_memory_that_nothing_was_written_to(dtype):
+    x = np.zeros((8, 2), dtype)
+
+    def call(x):
+        def kernel(x_ref, o_ref):
+            pass
+
+        return pl.pallas_call(
+            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), in_specs=[tutorial.HBM], out_specs=tutorial.HBM
+        )(x)
+
+    written = jax.shard_map(
+        write_out(call),
+        mesh=sk.make_mesh(x=4, devices=jax.devices()[:4]),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        check_vma=False,
+    )
+    result = np.asarray(jax.jit(written)(x))
+    assert result.dtype == dtype
+    assert not (result == 0).any()

@@ -51,7 +51,8 @@ def _find_remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(is_zero, x, np.fmod(x, divisor))
 
 
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+# What numpy computes of two arrays as jax does.
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -134,7 +135,7 @@ def _is_plain_select(equation: Any, operands: Sequence[Known]) -> bool:
 
 def _compute_elements(equation: Any, operands: Sequence[Known], rank: int) -> Known:
     """Elementwise arithmetic and comparisons."""
-    function = _ELEMENTWISE[equation.primitive.name]
+    function = ELEMENTWISE[equation.primitive.name]
     aligned = align(operands, rank)
     return np.asarray(function(*aligned), _result_dtype(equation))
 
@@ -242,7 +243,7 @@ def _stack(equation: Any, operands: Sequence[Known], rank: int) -> Known:
 
 # What numpy computes with the same bits as jax. These functions return None for operands of which it does not.
 _BY_NUMPY: dict[str, Callable[[Any, Sequence[Known], int], Known | None]] = {
-    **dict.fromkeys(_ELEMENTWISE, _compute_elements),
+    **dict.fromkeys(ELEMENTWISE, _compute_elements),
     "div": _divide,
     "clamp": _clamp,
     "select_n": _select,
