@@ -334,7 +334,8 @@ class _Reader(JaxprInterpreter[Any]):
             except IndexError as error:
                 line = source_line(equation)
                 raise IndexError(
-                    f"{line}: a kernel must stay inside its memory; device {self.device} takes {error}. Check the index."
+                    f"{line}: a kernel must stay inside its memory; device {self.device} takes {error}. Check "
+                    "the index."
                 ) from None
         return view
 
