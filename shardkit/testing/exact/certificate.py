@@ -153,12 +153,6 @@ def _describe_comparisons(evidence: Evidence) -> list[str]:
         if count > 1:
             sentence += f" ({count} comparisons)"
         sentences.append(sentence)
-    if evidence.never_equal:
-        lines_of_guards = ", ".join(evidence.never_equal)
-        sentences.append(
-            f"nothing is said of inputs that make equal what one side alone compares at {lines_of_guards}: the sign of "
-            "the difference is known, as of exp(x) and 0, and no draw met a zero of it"
-        )
     if evidence.lacks_floats:
         sentences.append("rare inputs were not looked for in floats: jax cannot run these programs for many at once")
     # Random orders take a comparison both ways. Without them nothing but the draws tells what it may change.

@@ -75,7 +75,7 @@ def draw_across(pair: ProgramPair, crossings: Crossings, count: int) -> None:
     seed = pair.seed
     pair.seed += 1
     levels = pair.levels
-    pair.coverage.open_squares = pair.coverage.find_open_squares()
+    pair.coverage.asks_for_touches = pair.coverage.has_open_touches()
     elements: list[Element] = []
     try:
         field, differences = _compare_with_differences(pair, seed, kind, elements)
@@ -121,12 +121,14 @@ def _find_crossing(
     elements = [*elements, moved]
     field = pair.make_field(FEWEST_POINTS, settings.seed, kind=settings.kind, crossed=True, elements=elements)
     after = Differences()
-    open_squares = pair.coverage.open_squares
-    field.coverage = Coverage(differences=after, identifies=False, open_squares=open_squares)
+    asks_for_touches = pair.coverage.asks_for_touches
+    field.coverage = Coverage(differences=after, identifies=False, asks_for_touches=asks_for_touches)
     for side, run in zip((ON_MESH, ALONE), pair.sides, strict=True):
         field.coverage.side = side
         run(field, None)
     # The comparisons that are most likely to tell both sides apart.
     keys = [*pair.coverage.list_foreign_keys(), *pair.coverage.find_untied()]
-    preferred = {key.place for key in keys} | open_squares
+    preferred = {key.place for key in keys}
+    if asks_for_touches:
+        preferred |= pair.coverage.touches
     return crossings.solve(field, moved, before, after, preferred)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkit.testing.exact.crossings import DIVISOR, JUMP, SQUARE, Differences
+from shardkit.testing.exact.crossings import DIVISOR, JUMP, TOUCH, Differences
 from shardkit.testing.exact.decision import (
     EQUALITY,
     INTEGERS,
@@ -42,7 +42,6 @@ from shardkit.testing.exact.decision import (
 )
 from shardkit.testing.exact.numbers.field import COINCIDING, NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
-from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal
 from shardkit.testing.exact.numbers.values import Exact
 
@@ -69,8 +68,8 @@ class Coverage:
         choices: which elements were chosen, as the largest of a row.
         roundings: what is rounded to integers, as `hashes`.
         coincidences: by line, what asked whether numbers are equal that are so in float64 alone.
-        squares: by place, the hashes of even powers, as those of the differences that comparisons compare with zero.
-        open_squares: of which of them it is asked where they are zero.
+        touches: the places of even powers and roots, which touch zero and do not cross it.
+        asks_for_touches: whether what is zero there is among the differences of the run.
     """
 
     decisions: dict[Key, Decision] = attribute(default_factory=dict)
@@ -82,8 +81,8 @@ class Coverage:
     choices: dict[Key, Decision] = attribute(default_factory=dict)
     roundings: dict[Key, Decision] = attribute(default_factory=dict)
     coincidences: dict[str, str] = attribute(default_factory=dict)
-    squares: dict[DecisionPlace, frozenset[int]] = attribute(default_factory=dict)
-    open_squares: frozenset[DecisionPlace] = frozenset()
+    touches: set[DecisionPlace] = attribute(default_factory=set)
+    asks_for_touches: bool = False
 
     # Notes of a run
 
@@ -114,7 +113,8 @@ class Coverage:
             decision.tells_constants = True
             decision.is_forced = decision.is_forced | is_constant
             if self.identifies:
-                decision.is_forced_by_signs = known_signs & ~is_constant
+                is_strict = (x.never_zero != 0) | (y.never_zero != 0)  # exp(x) > 0, but not x**2 > 0
+                decision.is_forced_by_signs = known_signs & ~is_constant & ~is_strict
                 self._identify(field, decision, name, x, y, difference)
         if field.planted:
             decision.was_tied = are_finite & find_equal(field, x, y)
@@ -154,21 +154,19 @@ class Coverage:
             zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
             self.differences.note(DecisionPlace(self.side, id(equation), DIVISOR), field, x, zero)
 
-    def note_square(self, field: Field, equation: Any, root: Exact, square: Exact) -> None:
-        """Notes an even power, which is above zero but where its root is zero.
+    def note_touch(self, field: Field, equation: Any, x: Exact) -> None:
+        """Notes the x of x**2 or sqrt(x), which are above zero but where x is zero.
 
         Worked example: `(x - 0.5)**2 > 0` is true in every draw, and no crossing shows: a square touches zero and does
-        not cross it. The root x - 0.5 is linear in x, and an x of 0.5 is found as for any comparison.
+        not cross it. Its root x - 0.5 is linear in x, and an x of 0.5 is found as for any comparison.
         """
-        if not root.degree.total or (root.sign != 0).all():  # exp(x)**2 is nowhere zero
+        if not x.degree.total or x.never_zero.all():  # exp(x)**2 is nowhere zero
             return
-        place = DecisionPlace(self.side, id(equation), SQUARE)
-        if self.differences is not None and place in self.open_squares:
-            zero = field.lift(np.zeros((1,) * len(root.shape), np.float32))
-            self.differences.note(place, field, root, zero)
-        if self.identifies and field.settings.points > 1:
-            hashes = hash_difference(field, to_number(field, square).number[field.residues.top])
-            self.squares[place] = self.squares.get(place, frozenset()) | frozenset(hashes.ravel().tolist())
+        place = DecisionPlace(self.side, id(equation), TOUCH)
+        self.touches.add(place)
+        if self.differences is not None and self.asks_for_touches:
+            zero = field.lift(np.zeros((1,) * len(x.shape), np.float32))
+            self.differences.note(place, field, x, zero)
 
     def note_coincidence(self, field: Field, equation: Any, line: str, truth: np.ndarray) -> None:
         """Where real values are equal, and residues are not.
@@ -265,7 +263,7 @@ class Coverage:
         _merge_decisions(self.roundings, other.roundings)
         self.constants |= other.constants
         self.coincidences |= other.coincidences
-        self.squares |= other.squares
+        self.touches |= other.touches
 
     # What is open after all runs
 
@@ -386,58 +384,26 @@ class Coverage:
         on_both_sides = np.intersect1d(np.union1d(same_on_mesh, other_on_mesh), np.union1d(same_alone, other_alone))
         on_one_side = np.union1d(np.setxor1d(same_on_mesh, same_alone), np.setxor1d(other_on_mesh, other_alone))
         differing_hashes = np.intersect1d(on_both_sides, on_one_side)
-        # Whether a square is above zero, one side alone may ask: to the other it is so for all inputs but its zeros.
-        if self.squares:
-            asked_of_zeros = np.intersect1d(self._list_ties_of_one_side(), self._list_hashes_of_squares())
-            differing_hashes = np.union1d(differing_hashes, asked_of_zeros)
+        # Whether a mean of squares is above zero, one side alone may ask: to the other it is so for all other inputs.
+        hashes_of_one_side = np.setxor1d(other_on_mesh, other_alone)
         differing: dict[Key, np.ndarray] = {}
-        if not differing_hashes.size:
+        if not differing_hashes.size and not hashes_of_one_side.size:
             return differing
         for key, decision in self.decisions.items():
             differs = np.zeros(decision.was_true.shape, bool)
             for ties in decision.ties:
-                differs = differs | ((ties.ways != 0) & np.isin(ties.hashes, differing_hashes))
-            differs = differs & (~decision.is_forced | decision.is_forced_by_signs)
+                is_free = ~decision.is_forced & np.isin(ties.hashes, differing_hashes)
+                is_forced_but_at_zero = decision.is_forced_by_signs & np.isin(ties.hashes, hashes_of_one_side)
+                differs = differs | ((ties.ways != 0) & (is_free | is_forced_but_at_zero))
             if differs.any():
                 differing[key] = differs
         return differing
 
-    def list_never_equal(self) -> list[str]:
-        """The lines at which one side alone compares numbers whose difference has a known sign, and was never zero.
-
-        Worked example: `exp(x) > 0` is true for all inputs, and so is taken `(x - 1)**2 * exp(x) > 0`: the known signs
-        do not tell one from the other. No draw has met an x of 1, at which the latter is false.
-        """
-        lines = set()
-        asked_of_zeros = self._list_ties_of_one_side()
-        for decision in self.decisions.values():
-            for ties in decision.ties:
-                is_asked = (ties.ways < 0) & np.isin(ties.hashes, asked_of_zeros) & decision.is_forced_by_signs
-                if is_asked.any() and not np.any(is_asked & decision.was_tied):
-                    lines.add(decision.line)
-        return sorted(lines)
-
-    def _list_ties_of_one_side(self) -> np.ndarray:
-        """The differences of which one side alone goes another way where they are zero."""
-        _, other_on_mesh = self._list_hashes_of_ties(ON_MESH)
-        _, other_alone = self._list_hashes_of_ties(ALONE)
-        return np.setxor1d(other_on_mesh, other_alone)
-
-    def find_open_squares(self) -> frozenset[DecisionPlace]:
-        """The squares that are compared with zero on one side alone, and were zero in no draw."""
-        if not self.squares:
-            return frozenset()
-        open_hashes: set[int] = set()
-        for key in self.find_untied():
-            for ties in self.decisions[key].ties:
-                open_hashes |= set(ties.hashes[ties.ways != 0].tolist())
-        return frozenset(place for place, hashes in self.squares.items() if hashes & open_hashes)
-
-    def _list_hashes_of_squares(self) -> np.ndarray:
-        hashes: set[int] = set()
-        for hashes_of_place in self.squares.values():
-            hashes |= hashes_of_place
-        return np.array(sorted(hashes), np.uint64)
+    def has_open_touches(self) -> bool:
+        """Whether one side alone compares with zero what has a known sign, and some of it was zero in no draw."""
+        if not self.touches:
+            return False
+        return any(np.any(self.decisions[key].is_forced_by_signs) for key in self.find_untied())
 
     def _list_hashes_of_ties(self, side: int) -> tuple[np.ndarray, np.ndarray]:
         """The differences that go the same way as in a draw if they are zero, and those that go the other way."""

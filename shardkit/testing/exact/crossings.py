@@ -31,8 +31,8 @@ from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
 # Places that are no comparisons: a divisor, which must not be zero; a rounding, which jumps at an integer; and the root
-# of a square, of which one side alone asks whether it is above zero.
-DIVISOR, JUMP, SQUARE = "divisor", "jump", "square"
+# of a square, of which one side alone asks whether it is above zero, or the argument of a root.
+DIVISOR, JUMP, TOUCH = "divisor", "jump", "touch"
 _STEPS = 16
 _STEP = 1 / _STEPS  # an element is moved by this: a power of two, so that real values stay exact
 _LARGEST = 1e6  # the largest value that an element gets
@@ -171,7 +171,7 @@ class Crossings:
         # One element of the comparison, at random.
         candidates = crossings_by_round[compared_round]
         index, value = candidates[self.rng.integers(len(candidates))]
-        if place.part in (DIVISOR, SQUARE) or self.rng.random() < _EXACTLY:
+        if place.part in (DIVISOR, TOUCH) or self.rng.random() < _EXACTLY:
             self._tie = place, index
             first = before.by_round[compared_round]
             second = after.by_round[compared_round]

@@ -37,7 +37,6 @@ class Evidence(NamedTuple):
         folded: constants that stand for the numbers from which they were computed.
         lacks_floats: whether floats were to propose inputs, and jax cannot run the programs for many of them.
         sorted_lines: the lines at which the place of a number among others is a result.
-        never_equal: the lines at which one side alone compares numbers that are taken as never equal.
     """
 
     field: Field
@@ -53,4 +52,3 @@ class Evidence(NamedTuple):
     folded: Mapping[Constant, Folded]
     lacks_floats: bool = False
     sorted_lines: Sequence[str] = ()
-    never_equal: Sequence[str] = ()

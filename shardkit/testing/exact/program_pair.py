@@ -132,7 +132,6 @@ class ProgramPair:
             folded=self.folded,
             lacks_floats=self.lacks_floats,
             sorted_lines=self.coverage.list_sorted_lines(),
-            never_equal=self.coverage.list_never_equal(),
         )
 
     # Runs
@@ -303,7 +302,7 @@ class ProgramPair:
         field.coverage = Coverage(
             identifies=self.coverage.identifies,
             differences=self.coverage.differences,
-            open_squares=self.coverage.open_squares,
+            asks_for_touches=self.coverage.asks_for_touches,
         )
         results = self._compare_pairs(field)
         has_roots = field.laws.roots.squares or field.laws.roots.of_powers

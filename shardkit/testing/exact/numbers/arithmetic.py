@@ -47,7 +47,8 @@ def add(field: Field, x: Exact, y: Exact) -> Exact:
     # inf - inf is NaN, 1e30 + 1 stays HUGE: what floats would make of them.
     infinite, poison = add_infinities(field, x, y)
     used = np.maximum(x.both_used, y.both_used)
-    facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
+    never_zero = (sign != 0) & ((x.never_zero | y.never_zero) != 0)
+    facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison, never_zero)
     # c sqrt(x) + d sqrt(x) is (c + d) sqrt(x); a sum of other terms is a multiple of no root.
     roots = None
     if x.roots is not None and y.roots is not None:
@@ -64,7 +65,7 @@ def negate(field: Field, x: Exact) -> Exact:
     if x.factor is not None:
         factor = field.invert_residues(x.factor, x.factor_used)
     number = (p - x.number) % p
-    facts = build_facts(x.shape, -x.sign, -x.infinite, x.used, x.factor_used, x.poison)
+    facts = build_facts(x.shape, -x.sign, -x.infinite, x.used, x.factor_used, x.poison, x.never_zero)
     return Exact(number, facts, -x.real, factor, x.degree, x.roots)
 
 
@@ -84,7 +85,9 @@ def multiply(field: Field, x: Exact, y: Exact) -> Exact:
     number = x.number * y.number % p
     infinite, poison = multiply_infinities(field, x, y)
     used = np.maximum(x.used, y.used)
-    facts = build_facts(number.shape[1:], x.sign * y.sign, infinite, used, poison=poison)
+    sign = x.sign * y.sign
+    never_zero = x.never_zero * y.never_zero
+    facts = build_facts(number.shape[1:], sign, infinite, used, poison=poison, never_zero=never_zero)
     degree = x.degree.times(y.degree)
     roots = None
     if x.roots is not None or y.roots is not None:
@@ -132,7 +135,7 @@ def power(field: Field, x: Exact, n: int) -> Exact:
         sign = 1
     # (-inf)**3 is -inf.
     infinite = np.where(x.is_truly_infinite, TRULY * np.sign(x.infinite) ** n, 0)
-    facts = build_facts(x.shape, sign, infinite, x.used, poison=x.poison)
+    facts = build_facts(x.shape, sign, infinite, x.used, poison=x.poison, never_zero=x.never_zero)
     number = field.residues.power(x.number, n)
     degree = x.degree.to_the(n)
     return field.settle(Exact(number, facts, x.real**n, None, degree, x.roots, x.is_power))
@@ -160,7 +163,8 @@ def invert(field: Field, x: Exact) -> Exact:
     # 1 / inf is a zero like any other: it has a meaning in all components.
     number = np.where(x.is_truly_infinite, np.uint64(0), number)
     used = np.where(x.is_truly_infinite, 0, x.used)
-    facts = build_facts(x.shape, x.sign, infinite, used, poison=poison)
+    never_zero = ~x.is_truly_infinite
+    facts = build_facts(x.shape, x.sign, infinite, used, poison=poison, never_zero=never_zero)
     return field.settle(Exact(number, facts, 1 / x.real, None, degree, roots, x.is_power))
 
 
@@ -213,7 +217,9 @@ def sum_dims(field: Field, x: Exact, dims: Sequence[int], keep: bool = False) ->
     # [...] without the dims, or with size 1 in their place.
     infinite, poison = sum_infinities(field, x, dims, keep)
     used = x.both_used.max(dims_of_parts, keepdims=keep, initial=0)
-    facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison)
+    # A sum of terms that are not negative is zero only where all of them are.
+    never_zero = (sign != 0) & (x.never_zero != 0).any(dims, keepdims=keep)
+    facts = build_facts(number.shape[1:], sign, infinite, used[0], used[1], poison, never_zero)
     real = x.real.sum(dims_of_parts, keepdims=keep)
     roots = None
     if x.roots is not None:
@@ -253,7 +259,8 @@ def matmul(field: Field, x: Exact, y: Exact) -> Exact:
     if x.special or y.special:
         infinite, poison = contract_infinities(field, x, y)
     sign = _find_common_sign(x, y)
-    facts = build_facts(number.shape[1:], sign, infinite, used, poison=poison)
+    never_zero = sign != 0 and x.shape[-1] > 0 and bool(x.never_zero.all()) and bool(y.never_zero.all())
+    facts = build_facts(number.shape[1:], sign, infinite, used, poison=poison, never_zero=never_zero)
     real = np.matmul(x.real, y.real)
     degree = x.degree.times(y.degree)
     roots = None

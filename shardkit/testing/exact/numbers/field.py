@@ -285,7 +285,8 @@ class Field:
         infinite = np.where(is_no_number, 0, x.infinite)
         used = np.where(is_special, 0, x.used)
         factor_used = np.where(is_special, 0, x.factor_used)
-        facts = build_facts(x.shape, signs, infinite, used, factor_used, x.poison)
+        never_zero = np.where(is_special, 0, x.never_zero)
+        facts = build_facts(x.shape, signs, infinite, used, factor_used, x.poison, never_zero)
         factor = x.factor
         if factor is not None:
             factor = np.where(is_special, np.uint64(1), factor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +29,18 @@ from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import NOT_A_NUMBER, OUTSIDE, Exact, build_facts
 
 
-def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> Exact:
+def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0, never_zero: Any = 0) -> Exact:
     """An uninterpreted function of each element, with the real values of the function of that name.
 
     Worked example: `tanh(x)` where x is (3, 7) modulo 5 and 11, and was drawn as 0.5. A hash named "tanh" makes 1 of
     the 3 and 8 of the 7, say: the result is (1, 8), wherever tanh is taken of this number. Its real value is 0.46.
+
+    Args:
+        field: the field.
+        name: the name of the function, mostly that of the primitive.
+        operands: its arguments.
+        sign: the sign of its values, if all have one (`SIGN`).
+        never_zero: where they are zero for no input (`NEVER_ZERO`).
     """
     field.notes.uninterpreted.add(name)
     arguments = [to_number(field, x) for x in operands]
@@ -51,7 +59,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
     # A function that numpy does not have, as a function of a test, is unknown in real numbers too.
     function = FUNCTIONS.get(name)
     if function is None:
-        facts = build_facts(shape, sign, 0, used, poison=poison)
+        facts = build_facts(shape, sign, 0, used, poison=poison, never_zero=never_zero)
         real = np.full((1, *shape), math.nan)
         return field.settle(Exact(number, facts, real, degree=degree))
 
@@ -69,7 +77,7 @@ def apply_function(field: Field, name: str, *operands: Exact, sign: int = 0) -> 
             is_outside = is_outside & np.isfinite(x.real[0])
         poison = np.maximum(poison, np.where(is_outside, OUTSIDE, 0))
     infinite, poison = _find_poles(field, function, arguments, poison)
-    facts = build_facts(shape, sign, infinite, used, poison=poison)
+    facts = build_facts(shape, sign, infinite, used, poison=poison, never_zero=never_zero)
     result = Exact(number, facts, real, degree=degree)
     if any(x.special for x in arguments):
         result = _take_limits(field, result, arguments)

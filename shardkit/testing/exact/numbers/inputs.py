@@ -162,7 +162,7 @@ def _repeat_elements(field: Field, rng: np.random.Generator, x: Exact) -> Exact:
 
 def _lift_input(field: Field, values: np.ndarray) -> Exact:
     """Values of an input: it has a degree, and a sign that is not known, as it is another number in another draw."""
-    return replace(field.lift(values).with_sign(0), degree=INPUT)
+    return field.lift(values).as_unknown(INPUT)
 
 
 def draw_whole(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:

@@ -127,7 +127,7 @@ def _reduce(ratio: Fraction, moduli: np.ndarray) -> np.ndarray:
 
 
 def _list_facts(values: np.ndarray, places: np.ndarray, dtype: Any) -> np.ndarray:
-    """int8 [5, ...]: the facts of constants, from those of their distinct values."""
+    """int8 [6, ...]: the facts of constants, from those of their distinct values."""
     if not len(values):  # of an empty array
         return build_facts(places.shape)
     wide = np.asarray(values, np.float64)
@@ -138,8 +138,10 @@ def _list_facts(values: np.ndarray, places: np.ndarray, dtype: Any) -> np.ndarra
     infinite = np.where(is_huge, HUGE, 0)
     infinite = np.where(np.isinf(wide), TRULY, infinite) * sign
     poison = np.where(np.isnan(wide), NOT_A_NUMBER, 0)
+    never_zero = wide != 0
     # From the distinct values to all places.
     sign = np.take(sign, places)
     infinite = np.take(infinite, places)
     poison = np.take(poison, places)
-    return build_facts(places.shape, sign, infinite, poison=poison)
+    never_zero = np.take(never_zero, places)
+    return build_facts(places.shape, sign, infinite, poison=poison, never_zero=never_zero)

@@ -70,7 +70,7 @@ def exp(field: Field, x: Exact) -> Exact:
     real = np.where(x.is_low, 0.0, np.exp(x.real))
     # What stands for infinity has no finite exp in floats either.
     infinite = np.where(x.infinite > 0, TRULY, 0)
-    facts = build_facts(x.shape, 1, infinite, used, poison=x.poison)
+    facts = build_facts(x.shape, 1, infinite, used, poison=x.poison, never_zero=~x.is_low)
     is_power = x.factor is None
     return field.settle(Exact(number, facts, real, degree=degree, is_power=is_power))
 

@@ -24,7 +24,7 @@ def square_root(field: Field, x: Exact) -> Exact:
     x = to_number(field, x)
     if x.is_power and field.settings.laws_of_roots:
         return raise_power(field, x, Fraction(1, 2))
-    root = apply_function(field, "sqrt", x, sign=1)
+    root = apply_function(field, "sqrt", x, sign=1, never_zero=x.never_zero)
     _remember_squares(field, x, root)
     if not field.settings.laws_of_roots:
         return root
@@ -59,7 +59,7 @@ def find_squares(field: Field, x: Exact) -> Exact | None:
         columns.append(square.number)
     number = np.stack(columns, 1).reshape(x.number.shape)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
-    facts = build_facts(x.shape, 1, infinite, x.used, poison=x.poison)
+    facts = build_facts(x.shape, 1, infinite, x.used, poison=x.poison, never_zero=x.never_zero)
     return field.settle(Exact(number, facts, x.real**2, degree=roots.degree_of_squares))
 
 
@@ -364,7 +364,7 @@ def raise_power(field: Field, x: Exact, exponent: Fraction) -> Exact:
     exponents = np.concatenate([exponents[:points], exponents[:-points]])
     number = raise_residues(x.number, exponents, p)
     infinite = np.where(x.is_truly_infinite, TRULY, 0)
-    facts = build_facts(x.shape, 1, infinite, x.used, poison=x.poison)
+    facts = build_facts(x.shape, 1, infinite, x.used, poison=x.poison, never_zero=x.never_zero)
     real = x.real ** float(exponent)
     return field.settle(Exact(number, facts, real, degree=x.degree, is_power=True))
 

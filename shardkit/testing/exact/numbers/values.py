@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # The rows of `Exact.facts`.
-SIGN, INFINITE, USED, FACTOR_USED, POISON = range(5)
+SIGN, NEVER_ZERO, INFINITE, USED, FACTOR_USED, POISON = range(6)
 # What `Exact.infinite` says: a constant that stands for infinity in a mask, or infinity itself; negative for minus.
 HUGE = 1
 TRULY = 2
@@ -123,9 +123,10 @@ class Exact:
     number 1. Most arrays have no factor.
 
     The leading dim of `number` and `factor` has their components, prime by prime and point by point. The leading dim
-    of `facts` has the known facts of each element, in five rows:
+    of `facts` has the known facts of each element, in six rows:
 
     - SIGN: 1 where it is not negative, -1 where it is not positive, 0 where nothing is known;
+    - NEVER_ZERO: 1 where it is zero for no input, as exp(x), 0 where it may be, as x**2;
     - INFINITE: HUGE or TRULY, negative for minus, else 0;
     - USED and FACTOR_USED: how many of the lowest primes exps have used up on the way to the number and to the factor.
       Their components have no meaning there;
@@ -133,7 +134,7 @@ class Exact:
 
     Attributes:
         number: uint64 [components, ...].
-        facts: int8 [5, ...].
+        facts: int8 [6, ...].
         real: float64 [1, ...], the values for the inputs that were drawn.
         factor: uint64 [components, ...]; None for 1.
         degree: bounds of its degree.
@@ -161,6 +162,11 @@ class Exact:
     def sign(self) -> np.ndarray:
         """int8 [...]."""
         return self.facts[SIGN]
+
+    @property
+    def never_zero(self) -> np.ndarray:
+        """int8 [...]."""
+        return self.facts[NEVER_ZERO]
 
     @property
     def infinite(self) -> np.ndarray:
@@ -243,16 +249,31 @@ class Exact:
 
     def with_sign(self, sign: int) -> Exact:
         """The same numbers, with a sign that is known for all inputs."""
-        facts = build_facts(self.shape, sign, self.infinite, self.used, self.factor_used, self.poison)
+        facts = self.facts.copy()
+        facts[SIGN] = sign
         return replace(self, facts=facts)
+
+    def as_unknown(self, degree: Degree) -> Exact:
+        """The same numbers, as some of an unknown sign, which may be zero: of constants that stand for inputs."""
+        facts = self.facts.copy()
+        facts[SIGN] = 0
+        facts[NEVER_ZERO] = 0
+        return replace(self, facts=facts, degree=degree)
 
 
 def build_facts(
-    shape: Sequence[int], sign: Any = 0, infinite: Any = 0, used: Any = 0, factor_used: Any = 0, poison: Any = 0
+    shape: Sequence[int],
+    sign: Any = 0,
+    infinite: Any = 0,
+    used: Any = 0,
+    factor_used: Any = 0,
+    poison: Any = 0,
+    never_zero: Any = 0,
 ) -> np.ndarray:
-    """int8 [5, ...]: the facts of an array of this shape: each a number for all elements, or an array [...]."""
-    rows = np.empty((5, *shape), np.int8)
+    """int8 [6, ...]: the facts of an array of this shape: each a number for all elements, or an array [...]."""
+    rows = np.empty((6, *shape), np.int8)
     rows[SIGN] = sign
+    rows[NEVER_ZERO] = never_zero
     rows[INFINITE] = infinite
     rows[USED] = used
     rows[FACTOR_USED] = factor_used

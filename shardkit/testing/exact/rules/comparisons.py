@@ -21,7 +21,7 @@ from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys, find_keys_of_two, highest_residues
-from shardkit.testing.exact.numbers.values import OUTSIDE, SIGN, Exact
+from shardkit.testing.exact.numbers.values import NEVER_ZERO, OUTSIDE, SIGN, Exact
 from shardkit.testing.exact.rules.operands import Known, Operand, require_known
 from shardkit.testing.exact.rules.scope import Scope
 
@@ -117,6 +117,10 @@ def take_extreme(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
     # Whichever was chosen here, the sign holds for all inputs: relu(x) is never negative.
     facts = chosen.facts.copy()
     facts[SIGN] = np.where(is_known, sign, chosen.sign)
+    # max(x, 1) is never zero, because 1 is not; max(1 / x, 0) may be, though 1 / x is not.
+    x_keeps_away = (x.sign == sign) & (x.never_zero != 0)
+    y_keeps_away = (y.sign == sign) & (y.never_zero != 0)
+    facts[NEVER_ZERO] = np.where(is_known, x_keeps_away | y_keeps_away, chosen.never_zero)
     return replace(chosen, facts=facts)
 
 

@@ -71,10 +71,10 @@ def integer_power(scope: Scope, equation: Any, x: Exact) -> Exact:
 
 
 def _raise_to_power(scope: Scope, equation: Any, x: Exact, exponent: int) -> Exact:
-    """A whole power. Of an even one it is noted where it is zero: nowhere else does its sign say too little."""
+    """A whole power. An even one is above zero, but where its base is zero."""
     result = arithmetic.power(scope.field, x, exponent)
     if exponent > 0 and exponent % 2 == 0:
-        scope.note_square(equation, x, result)
+        scope.note_touch(equation, x)
     return result
 
 
@@ -91,7 +91,7 @@ def power(scope: Scope, equation: Any, x: Operand, y: Operand) -> Exact:
         return function_without_law(scope, equation, x, y)
     base = scope.lift_one(x)
     if exponent == np.round(exponent) and abs(int(exponent)) <= _LARGEST_POWER:
-        return arithmetic.power(field, base, int(exponent))
+        return _raise_to_power(scope, equation, base, int(exponent))
     if base.is_power:  # exp(x)**0.3 is exp(0.3 x)
         field.laws.roots.of_powers = True
         if field.settings.laws_of_roots:
@@ -129,6 +129,7 @@ def _find_common_value(x: Operand) -> Any:
 
 def root(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sqrt and rsqrt: inverses of each other."""
+    scope.note_touch(equation, x)
     result = square_root(scope.field, x)
     if equation.primitive.name == "sqrt":
         return result
@@ -171,7 +172,7 @@ def logistic(scope: Scope, equation: Any, x: Exact) -> Exact:
     """logistic: 1 / (1 + exp(-x)); uninterpreted where it would use up too many primes."""
     field = scope.field
     if field.settings.shallow:
-        return apply_function(field, "logistic", x, sign=1)
+        return apply_function(field, "logistic", x, sign=1, never_zero=1)
     # The exp is one prime higher; where programs nest more of them than there are primes, `shallow` was set.
     exp_of_minus_x = logarithms.exp(field, arithmetic.negate(field, x))
     ones = scope.constant(1, like=x)

@@ -136,7 +136,7 @@ def _compute(scope: Scope, axes: Mapping[str, int], equation: Any, operands: Seq
     zero = field.is_zero(exact)
     real = np.where(zero, 0.0, exact.real)
     sign = np.where(real[0] < 0, -1, 1)
-    facts = build_facts(exact.shape, sign, 0, exact.used, exact.factor_used, exact.poison)
+    facts = build_facts(exact.shape, sign, 0, exact.used, exact.factor_used, exact.poison, ~zero)
     degree = exact.degree
     if name in _FUNCTIONS:
         degree = degree.plus(INPUT)  # exp has a random base, and a root is drawn

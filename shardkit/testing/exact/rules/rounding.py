@@ -12,7 +12,6 @@ same number; if one floors x and the other x + 1e-9, a draw shows no difference,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -88,7 +87,7 @@ def round_to_whole(scope: Scope, equation: Any, x: Exact) -> Exact:
         function = _round_away
     integers = _round_real(scope, equation, x, name, function)
     # In another draw it is another constant, perhaps of another sign: it counts as an input.
-    constant = replace(field.lift(integers).with_sign(0), degree=INPUT)
+    constant = field.lift(integers).as_unknown(INPUT)
     # NaN and infinity stay as they are.
     return where((x.poison > 0) | x.is_truly_infinite, x, constant)
 

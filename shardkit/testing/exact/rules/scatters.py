@@ -23,6 +23,7 @@ from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import (
     INFINITE,
+    NEVER_ZERO,
     NOT_A_NUMBER,
     OUTSIDE,
     POISON,
@@ -158,6 +159,7 @@ def _add_facts(field: Field, writing: _Writing, old: Exact, new: Exact) -> np.nd
     facts = writing.write(old.facts, new.facts, False)
     # Nothing here tells which updates reach an element: a sign is known only if all numbers have it.
     facts[SIGN] = (old.sign == 1).all() and (new.sign == 1).all()
+    facts[NEVER_ZERO] = facts[SIGN] * old.never_zero.all()
     facts[USED] = max(old.used.max(initial=0), new.used.max(initial=0))
     infinite = writing.write(_as_part(old.infinite), _as_part(new.infinite), True)
     facts[INFINITE] = np.sign(infinite[0])

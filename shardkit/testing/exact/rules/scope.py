@@ -109,10 +109,10 @@ class Scope:
         if self.field.coverage is not None:
             self.field.coverage.note_divisor(self.field, equation, x)
 
-    def note_square(self, equation: Any, root: Exact, square: Exact) -> None:
-        """Notes an even power, of which a comparison may ask whether it is above zero."""
+    def note_touch(self, equation: Any, x: Exact) -> None:
+        """Notes the argument of an even power or a root, of which a comparison may ask whether it is above zero."""
         if self.field.coverage is not None:
-            self.field.coverage.note_square(self.field, equation, root, square)
+            self.field.coverage.note_touch(self.field, equation, x)
 
     def line(self, equation: Any) -> str:
         """The line of an equation in the user's program, as "kernel.py:12"."""
