@@ -17,8 +17,10 @@ import numpy as np
 
 from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
 from shardkit.testing.exact.crossings import Crossings, Differences
+from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.evidence import UndecidedError, UnprovableError
 from shardkit.testing.exact.float_inputs import RealInputs
+from shardkit.testing.exact.joint_crossings import JointCrossings, move_all
 from shardkit.testing.exact.numbers.errors import NO_VALUE
 from shardkit.testing.exact.numbers.field import ANY, Field
 from shardkit.testing.exact.numbers.values import Element
@@ -99,6 +101,45 @@ def draw_across(pair: ProgramPair, crossings: Crossings, count: int) -> None:
         pair.coverage.differences = None
 
 
+def draw_together(pair: ProgramPair, crossings: Crossings, count: int) -> None:
+    """Draws of the same inputs, in each of which one comparison changes its answer for a row, or all of an array.
+
+    Args:
+        pair: both programs.
+        crossings: chooses the comparisons.
+        count: the number of draws.
+    """
+    kind = crossings.choose_kind()
+    seed = pair.seed
+    pair.seed += 1
+    levels = pair.levels
+    pair.coverage.asks_for_touches = pair.coverage.has_open_touches()
+    try:
+        field, before = _compare_with_differences(pair, seed, kind, ())
+        moved = move_all(crossings, field)
+        if moved is None:
+            return
+        alike = _find_differences(pair, field, moved.alike)
+        apart = _find_differences(pair, field, moved.apart)
+        joint = JointCrossings(crossings, field, moved, before, alike, apart)
+        for _ in range(count):
+            elements = joint.solve(_find_preferred(pair))
+            if not elements:
+                return
+            field, _ = _compare_with_differences(pair, seed, kind, elements)
+            pair.count_run(field)
+            pair.levels = levels  # the elements have a residue for each prime of these draws
+    except NO_VALUE:
+        return
+    # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
+    except UndecidedError:
+        raise
+    except UnprovableError:  # as of a loop that does not end for inputs like these
+        return
+    finally:
+        pair.coverage.differences = None
+
+
 def _compare_with_differences(
     pair: ProgramPair, seed: int, kind: str, elements: Sequence[Element]
 ) -> tuple[Field, Differences]:
@@ -117,18 +158,28 @@ def _find_crossing(
     moved = crossings.move(field, elements)
     if moved is None:
         return None
+    after = _find_differences(pair, field, [*elements, moved])
+    return crossings.solve(field, moved, before, after, _find_preferred(pair))
+
+
+def _find_differences(pair: ProgramPair, field: Field, elements: Sequence[Element]) -> Differences:
+    """The differences that both programs compare in the draw of a field, with these elements; nothing is compared."""
     settings = field.settings
-    elements = [*elements, moved]
     field = pair.make_field(FEWEST_POINTS, settings.seed, kind=settings.kind, crossed=True, elements=elements)
-    after = Differences()
-    asks_for_touches = pair.coverage.asks_for_touches
-    field.coverage = Coverage(differences=after, identifies=False, asks_for_touches=asks_for_touches)
+    differences = Differences()
+    field.coverage = Coverage(
+        differences=differences, identifies=False, asks_for_touches=pair.coverage.asks_for_touches
+    )
     for side, run in zip((ON_MESH, ALONE), pair.sides, strict=True):
         field.coverage.side = side
         run(field, None)
-    # The comparisons that are most likely to tell both sides apart.
+    return differences
+
+
+def _find_preferred(pair: ProgramPair) -> set[DecisionPlace]:
+    """The comparisons that are most likely to tell both sides apart."""
     keys = [*pair.coverage.list_foreign_keys(), *pair.coverage.find_untied()]
     preferred = {key.place for key in keys}
-    if asks_for_touches:
+    if pair.coverage.asks_for_touches:
         preferred |= pair.coverage.touches
-    return crossings.solve(field, moved, before, after, preferred)
+    return preferred

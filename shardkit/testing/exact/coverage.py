@@ -143,10 +143,10 @@ class Coverage:
         self.constants |= list_logs_of_constants(field, x)
         self.constants |= list_logs_of_constants(field, y)
 
-    def note_jump(self, field: Field, equation: Any, x: Exact, jump: Exact) -> None:
+    def note_jump(self, field: Field, equation: Any, x: Exact, jump: Exact, part: str = JUMP) -> None:
         """Notes a number that is rounded, and where it jumps to the next integer: inputs are put there."""
         if self.differences is not None and x.degree.total:
-            self.differences.note(DecisionPlace(self.side, id(equation), JUMP), field, x, jump)
+            self.differences.note(DecisionPlace(self.side, id(equation), part), field, x, jump)
 
     def note_divisor(self, field: Field, equation: Any, x: Exact) -> None:
         """Notes a divisor, or the argument of a logarithm: inputs are put where it is zero."""

@@ -33,9 +33,10 @@ from shardkit.testing.exact.numbers.values import Element, Exact
 # Places that are no comparisons: a divisor, which must not be zero; a rounding, which jumps at an integer; and the root
 # of a square, of which one side alone asks whether it is above zero, or the argument of a root.
 DIVISOR, JUMP, TOUCH = "divisor", "jump", "touch"
-_STEPS = 16
-_STEP = 1 / _STEPS  # an element is moved by this: a power of two, so that real values stay exact
-_LARGEST = 1e6  # the largest value that an element gets
+JUMP_TO_CONSTANT = "jump to a constant"
+STEPS = 16
+STEP = 1 / STEPS  # an element is moved by this: a power of two, so that real values stay exact
+_LARGEST = 1e6  # the longest distance of an element from where it was
 _ANY = 0.5  # how often any comparison is chosen, although there are preferred ones
 _DIVISORS = 0.25  # how often a divisor is chosen where any comparison may be
 _NEXT = 0.5  # how often the new value lies between the crossing and the next one
@@ -140,9 +141,9 @@ class Crossings:
         moduli = field.residues.moduli
         number = x.number.reshape(len(x.number), -1)[:, index]
         real = float(x.real.reshape(-1)[index])
-        steps = [pow(_STEPS, -1, p) for p in moduli.tolist()]
+        steps = [pow(STEPS, -1, p) for p in moduli.tolist()]
         number = (number + np.array(steps, np.uint64)) % moduli
-        return Element(name, index, number, real + _STEP)
+        return Element(name, index, number, real + STEP)
 
     def solve(
         self,
@@ -164,7 +165,7 @@ class Crossings:
         crossings_by_round = self._find_crossings(field, moved, before, after)
         if not crossings_by_round:
             return None
-        compared_round = self._choose_round(list(crossings_by_round), preferred)
+        compared_round = self.choose_round(list(crossings_by_round), preferred)
         place = compared_round.place
         self.crossed[place] += 1
         self._tie = None
@@ -175,15 +176,15 @@ class Crossings:
             self._tie = place, index
             first = before.by_round[compared_round]
             second = after.by_round[compared_round]
-            number = _find_residues_of_crossing(field, moved, first, second, index)
+            number = find_residues_of_crossing(field, moved, first, second, index)
             return moved._replace(number=number, real=value)
         values = []
         for crossings in crossings_by_round.values():
             values += [crossing.value for crossing in crossings]
         # The residues stay: results are compared at other numbers, and only the comparison goes another way.
-        return moved._replace(real=self._choose_beyond(value, np.array(values)))
+        return moved._replace(real=self.choose_beyond(value, np.array(values)))
 
-    def _choose_round(self, candidates: Sequence[Round], preferred: Container[DecisionPlace]) -> Round:
+    def choose_round(self, candidates: Sequence[Round], preferred: Container[DecisionPlace]) -> Round:
         """One of the comparisons: often a preferred one, and of these one that was solved for least often."""
         rounds = [candidate for candidate in candidates if candidate.place in preferred]
         if not rounds or self.rng.random() < _ANY:
@@ -209,16 +210,17 @@ class Crossings:
             second = after.by_round.get(compared_round)
             if second is None or second.number.shape != first.number.shape:
                 continue
-            values, is_known = _find_real_crossings(field, moved, first, second)
+            distances, is_known = find_distances(field, first, second)
             indices = np.flatnonzero(is_known)
             if not len(indices):
                 continue
-            known_values = values.reshape(-1)[indices]
+            start = moved.real - STEP
+            known_values = start + distances.reshape(-1)[indices]
             crossings = map(Crossing, indices.tolist(), known_values.tolist())
             crossings_by_round[compared_round] = list(crossings)
         return crossings_by_round
 
-    def _choose_beyond(self, crossing: float, crossings: np.ndarray) -> float:
+    def choose_beyond(self, crossing: float, crossings: np.ndarray) -> float:
         """A value on one side of a crossing: between it and the next one, or farther away."""
         direction = float(self.rng.choice([-1.0, 1.0]))
         distances = (crossings - crossing) * direction
@@ -229,22 +231,20 @@ class Crossings:
         return crossing + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(crossing))
 
 
-def _find_real_crossings(
-    field: Field, moved: Element, first: Difference, second: Difference
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each element of a difference the value of the moved element at which it is zero, and where that is known.
+def find_distances(field: Field, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:
+    """For each element of a difference how far its zero is from where an element was before a step, if that is known.
 
-    Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, the crossing 2.5.
+    Worked example: a difference of 1 at 3.0 and of 1.125 at 3.0625, which is moved: the slope is 2, and the difference
+    is zero at 2.5, a distance of -0.5.
     """
-    slope = (second.real - first.real) / _STEP
-    start = moved.real - _STEP
-    crossing = start - first.real / np.where(slope == 0, math.nan, slope)
+    slope = (second.real - first.real) / STEP
+    distances = -first.real / np.where(slope == 0, math.nan, slope)
     top = field.residues.top
     changes = (first.number[top] != second.number[top]).all(0)
-    return crossing, changes & first.is_finite & second.is_finite & (np.abs(crossing) < _LARGEST)
+    return distances, changes & first.is_finite & second.is_finite & (np.abs(distances) < _LARGEST)
 
 
-def _find_residues_of_crossing(
+def find_residues_of_crossing(
     field: Field, moved: Element, first: Difference, second: Difference, index: int
 ) -> np.ndarray:
     """The residues of the moved element at which one element of a difference is zero, modulo each prime.
@@ -259,12 +259,12 @@ def _find_residues_of_crossing(
     rows = zip(moduli.tolist(), first_residues, second_residues, moved.number.tolist(), strict=True)
     for p, first_residue, second_residue, moved_residue in rows:
         # Solves first + (x - start) (second - first) / step = 0 for x.
-        slope = (second_residue - first_residue) * _STEPS % p
+        slope = (second_residue - first_residue) * STEPS % p
         # A prime that exps have used up tells nothing: the residue may be any.
         if not slope:
             components.append(moved_residue)
             continue
-        start = moved_residue - pow(_STEPS, -1, p)
+        start = moved_residue - pow(STEPS, -1, p)
         components.append((start - first_residue * pow(slope, -1, p)) % p)
     residues = np.array(components, np.uint64)
     valid = first.valid.reshape(len(residues), -1)[:, index]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.testing._compare import UnequalError
-from shardkit.testing.exact.chosen_inputs import draw_across, draw_at
+from shardkit.testing.exact.chosen_inputs import draw_across, draw_at, draw_together
 from shardkit.testing.exact.coverage import Coverage
 from shardkit.testing.exact.crossings import Crossings
 from shardkit.testing.exact.decision import EQUALITY, INTEGERS, ORDER, Decision
@@ -356,6 +356,10 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
         missing = last_draw - pair.draws
         if missing > 0:
             draw_across(pair, crossings, min(_TOGETHER, missing))
+    # Where both sides compare otherwise, a difference may need all elements of a row.
+    if count and (pair.coverage.list_foreign() or pair.coverage.find_differing_ties()):
+        for _ in range(effort.crossed // _TOGETHER):
+            draw_together(pair, crossings, _TOGETHER)
 
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:

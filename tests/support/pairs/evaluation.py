@@ -27,7 +27,8 @@ class Evaluated:
         unclear: [points]: where rounding or overflow, and not the program, would say what it is.
         unordered: [points]: where a maximum was taken of what has a NaN: it is NaN, but not to all compilers.
         summed: [points]: the largest number that was added to another; what is far smaller may be its rounding.
-        undefined: [points]: where some value on the way is NaN, as zero divided by zero.
+        undefined: [points]: where some value on the way is NaN, as zero divided by zero, or where a divisor or the
+            argument of a logarithm is zero that is another number at other points.
     """
 
     value: np.ndarray
@@ -104,6 +105,11 @@ class Evaluation:
         if x.dtype.kind == "f":
             self.undefined |= np.isnan(x).reshape(len(x), -1).any(1)
 
+    def note_zeros(self, x: np.ndarray) -> None:
+        """Marks the points at which an element is zero that is not so at all points."""
+        is_zero = (x == 0) & (x != 0).any(0)
+        self.undefined |= is_zero.reshape(len(x), -1).any(1)
+
     def __call__(self, node: Node, xs: list[np.ndarray]) -> np.ndarray:
         name = node.op
         if name in _EXTREMES:
@@ -115,6 +121,8 @@ class Evaluation:
                 self.summed = np.maximum(self.summed, size.max(1, initial=0))
         if name in _UFUNCS:
             result = _UFUNCS[name](*xs)
+            if name in ("div", "log") and node.kind == "f":
+                self.note_zeros(xs[-1])
             if name in ("add", "sub", "mul", "div", "exp") and node.kind == "f":
                 self._overflown(name, xs, result)
             elif name in _COMPARISONS:

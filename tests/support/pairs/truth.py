@@ -7,7 +7,8 @@ the constants of the programs. A difference has one of these kinds:
     nan           at all generic points one side is no number, or another infinity
     domain        at some of them, as of a logarithm where its argument is negative
     ties          two numbers differ, but only at special points
-    nan at ties   only at special points, at which one side has a value on the way that is no number, as 0 / 0
+    nan at ties   only at special points, at which a value on the way is no number, as 0 / 0, or a divisor is zero, or
+                  the argument of a logarithm
 """
 
 import functools
@@ -56,7 +57,7 @@ class _Sides:
         differ: [points]: whether they do.
         numbers: [points]: whether they do where both are numbers.
         unclear: [points]: whether rounding would say so.
-        undefined: [points]: whether a value on the way of a side is NaN.
+        undefined: [points]: whether a value on the way of a side is NaN, or a divisor or a logarithm's argument zero.
     """
 
     def __init__(self, case: "Case", given: Sequence[np.ndarray], dtype: Any, infinite: bool = True):

@@ -212,6 +212,12 @@ def _repeat_first(x: Exact, dims: np.ndarray) -> Exact:
     return x.move(repeat)
 
 
+def choose_compared_integer(field: Field) -> float:
+    """An integer among the constants that were compared, or zero; the same one in all runs of a draw."""
+    integers = [constant for constant in np.round(list_compared_constants(field), 6) if constant == np.rint(constant)]
+    return float(np.random.default_rng(field.settings.seed).choice(integers))
+
+
 def list_compared_constants(field: Field) -> list[float]:
     """Zero, and the constants that were compared, with both signs."""
     constants = [0.0]
