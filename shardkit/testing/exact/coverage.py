@@ -42,7 +42,9 @@ from shardkit.testing.exact.decision import (
 )
 from shardkit.testing.exact.numbers.field import COINCIDING, NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
+from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal
+from shardkit.testing.exact.numbers.square_roots import find_squares
 from shardkit.testing.exact.numbers.values import Exact
 
 ON_MESH, ALONE = 0, 1
@@ -115,6 +117,9 @@ class Coverage:
             if self.identifies:
                 is_strict = (x.never_zero != 0) | (y.never_zero != 0)  # exp(x) > 0, but not x**2 > 0
                 decision.is_forced_by_signs = known_signs & ~is_constant & ~is_strict
+                argument = _find_argument_of_root(field, x, y)
+                if argument is not None:
+                    difference = subtract_at_points(field, argument, y)
                 self._identify(field, decision, name, x, y, difference)
         if field.planted:
             decision.was_tied = are_finite & find_equal(field, x, y)
@@ -416,6 +421,13 @@ class Coverage:
                 same.append(hashes[ways > 0])
                 other.append(hashes[ways < 0])
         return np.concatenate(same), np.concatenate(other)
+
+
+def _find_argument_of_root(field: Field, x: Exact, y: Exact) -> Exact | None:
+    """The n of `sqrt(n) > 0`, which asks what `n > 0` asks; None of other comparisons."""
+    if not field.laws.roots.squares or not field.is_zero(y).all():
+        return None
+    return find_squares(field, to_number(field, x))
 
 
 def _merge_decisions(decisions: dict[Key, Decision], others: dict[Key, Decision]) -> None:

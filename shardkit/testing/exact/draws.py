@@ -270,6 +270,12 @@ def _check_numbers(pair: ProgramPair) -> None:
 def _check_ties(pair: ProgramPair) -> None:
     """Refuses `>` on one side and `>=` on the other, if no draw made the compared numbers equal."""
     for decision in pair.coverage.list_untied():
+        if np.any(decision.is_forced_by_signs):
+            raise UndecidedError(
+                f"{pair.where}: not decided at {decision.line} ({decision.what}): one side alone asks whether a number "
+                "of one sign is zero, as x**2 > 0 does, and in no draw it was. Compare alike on both sides, or compare "
+                "floats for which it is zero with assert_matches_reference."
+            )
         raise UndecidedError(
             f"{pair.where}: not decided at {decision.line} ({decision.what}): one side takes equal numbers for the "
             "larger, the other for the smaller, and in no draw they were equal. Compare alike on both sides, or "

@@ -65,9 +65,14 @@ def find_hidden(pair: ProgramPair, kinds: Sequence[str]) -> Decision | None:
 def find_hidden_tie(pair: ProgramPair) -> Decision | None:
     """A comparison in which the sides treat equal numbers otherwise, and no result of any draw that has them shows it.
 
+    Numbers of one sign are left out. Worked example: `relu(x) + relu(y) > 0` is false only where the choices of both
+    relus hide it from all results, and no input turns these round while the sum is zero.
+
     Cost: as `find_hidden`.
     """
     for key in pair.coverage.find_differing_ties():
+        if np.any(pair.coverage.decisions[key].is_forced_by_signs):
+            continue
         draws = [_Draw(pair, key.place.side, field) for field in pair.make_tied_fields(key)]
         if _is_hidden(key, draws, TIES):
             return pair.coverage.decisions[key]
@@ -85,6 +90,8 @@ def find_tie_without_effect(pair: ProgramPair, kinds: Sequence[str]) -> Decision
     """
     for key, differs in pair.coverage.find_differing_ties().items():
         decision = pair.coverage.decisions[key]
+        if np.any(decision.is_forced_by_signs):
+            continue
         was_met = differs & decision.was_tied
         was_missed = differs & ~was_met
         if not was_met.any() or not was_missed.any():
