@@ -33,7 +33,6 @@ from shardkit.testing.exact.numbers.values import Element, Exact
 # Places that are no comparisons: a divisor, which must not be zero; a rounding, which jumps at an integer; and the root
 # of a square, of which one side alone asks whether it is above zero, or the argument of a root.
 DIVISOR, JUMP, TOUCH = "divisor", "jump", "touch"
-JUMP_TO_CONSTANT = "jump to a constant"
 STEPS = 16
 STEP = 1 / STEPS  # an element is moved by this: a power of two, so that real values stay exact
 _LARGEST = 1e6  # the longest distance of an element from where it was

@@ -18,6 +18,7 @@ from shardkit.testing.exact.numbers.field import ANY, KINDS, MIXED, NARROW, ROWS
 from shardkit.testing.exact.numbers.values import INPUT, Exact, build_facts
 
 _WIDTHS = {"wide": 16.0, NARROW: 0.1, "tiny": 1e-3, "tiniest": 1e-6, "large": 1e3}
+_MOST_INTEGERS = 4  # to which inputs that are rounded are put
 _LARGEST_PLANTED = math.log(1e4)  # of the logarithm of a constant that inputs are drawn as
 
 
@@ -212,10 +213,13 @@ def _repeat_first(x: Exact, dims: np.ndarray) -> Exact:
     return x.move(repeat)
 
 
-def choose_compared_integer(field: Field) -> float:
-    """An integer among the constants that were compared, or zero; the same one in all runs of a draw."""
-    integers = [constant for constant in np.round(list_compared_constants(field), 6) if constant == np.rint(constant)]
-    return float(np.random.default_rng(field.settings.seed).choice(integers))
+def choose_compared_integers(field: Field) -> list[float]:
+    """Some of the integers among zero and the constants that were compared; the same ones in all runs of a draw."""
+    constants = np.round(list_compared_constants(field), 6)
+    integers = constants[constants == np.rint(constants)]
+    rng = np.random.default_rng(field.settings.seed)
+    chosen: list[float] = rng.permutation(integers)[:_MOST_INTEGERS].tolist()
+    return chosen
 
 
 def list_compared_constants(field: Field) -> list[float]:

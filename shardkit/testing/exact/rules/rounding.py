@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit.testing.exact.crossings import JUMP_TO_CONSTANT
+from shardkit.testing.exact.crossings import JUMP
 from shardkit.testing.exact.numbers.arithmetic import negate
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.functions import apply_function
-from shardkit.testing.exact.numbers.inputs import choose_compared_integer
+from shardkit.testing.exact.numbers.inputs import choose_compared_integers
 from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.orders import find_equal, find_keys
 from shardkit.testing.exact.numbers.same_keys import recall_keys
@@ -125,11 +125,10 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
         field.coverage.note_jump(field, equation, x, number_of_jump)
         if field.coverage.differences is not None:
             # Integers that are compared with 3 tell more where x jumps to 3 than where it jumps to the nearest one.
-            jump_to_constant = choose_compared_integer(field)
-            if name == "round":
-                jump_to_constant -= 0.5
-            constant = field.lift(np.full(real.shape, jump_to_constant))
-            field.coverage.note_jump(field, equation, x, constant, JUMP_TO_CONSTANT)
+            for integer in choose_compared_integers(field):
+                jump_to_integer = integer - 0.5 if name == "round" else integer
+                constant = field.lift(np.full(real.shape, jump_to_integer))
+                field.coverage.note_jump(field, equation, x, constant, f"{JUMP} to {integer:g}")
         may_be_beyond = ~is_at_jump & (distance < _ROUNDING * size) & (x.poison == 0)
         field.coverage.note_coincidence(field, equation, line, may_be_beyond)
         field.coverage.note_rounding(field, equation, line, x, integers)
