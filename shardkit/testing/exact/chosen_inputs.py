@@ -10,14 +10,13 @@ draw across the crossing of x - 1 puts an element of x there, modulo each prime 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from shardkit.testing.exact.coverage import ALONE, ON_MESH, Coverage
 from shardkit.testing.exact.crossings import Crossings, Differences
-from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.evidence import UndecidedError, UnprovableError
 from shardkit.testing.exact.float_inputs import RealInputs
 from shardkit.testing.exact.joint_crossings import JointCrossings, move_all
@@ -73,32 +72,22 @@ def draw_across(pair: ProgramPair, crossings: Crossings, count: int) -> None:
         crossings: chooses the elements.
         count: how many elements are put so, one after the other.
     """
-    kind = crossings.choose_kind()
-    seed = pair.seed
-    pair.seed += 1
-    levels = pair.levels
-    pair.coverage.asks_for_touches = pair.coverage.has_open_touches()
     elements: list[Element] = []
-    try:
-        field, differences = _compare_with_differences(pair, seed, kind, elements)
+    with _choosing_inputs(pair):
+        draws = _DrawsOfSameInputs(pair, crossings)
+        field, differences = draws.compare(elements)
         for _ in range(count):
-            element = _find_crossing(pair, field, crossings, elements, differences)
+            moved = crossings.move(field, elements)
+            if moved is None:
+                return
+            after = draws.run([*elements, moved])
+            element = crossings.solve(field, moved, differences, after, _find_preferred(pair))
             if element is None:
                 return
             elements.append(element)
-            field, differences = _compare_with_differences(pair, seed, kind, elements)
-            pair.count_run(field)
-            pair.levels = levels  # the elements have a residue for each prime of these draws
+            field, differences = draws.compare(elements)
+            draws.count(field)
             crossings.note_end(pair.coverage.tried)
-    except NO_VALUE:
-        return
-    # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
-    except UndecidedError:
-        raise
-    except UnprovableError:  # as of a loop that does not end for inputs like these
-        return
-    finally:
-        pair.coverage.differences = None
 
 
 def draw_together(pair: ProgramPair, crossings: Crossings, count: int) -> None:
@@ -109,77 +98,81 @@ def draw_together(pair: ProgramPair, crossings: Crossings, count: int) -> None:
         crossings: chooses the comparisons.
         count: the number of draws.
     """
-    kind = crossings.choose_kind()
-    seed = pair.seed
-    pair.seed += 1
-    levels = pair.levels
-    pair.coverage.asks_for_touches = pair.coverage.has_open_touches()
-    try:
-        field, before = _compare_with_differences(pair, seed, kind, ())
+    with _choosing_inputs(pair):
+        draws = _DrawsOfSameInputs(pair, crossings)
+        field, before = draws.compare([])
         moved = move_all(crossings, field)
         if moved is None:
             return
-        alike = _find_differences(pair, field, moved.alike)
-        apart = _find_differences(pair, field, moved.apart)
+        alike = draws.run(moved.alike)
+        apart = draws.run(moved.apart)
         joint = JointCrossings(crossings, field, moved, before, alike, apart)
         for _ in range(count):
             elements = joint.solve(_find_preferred(pair))
             if not elements:
                 return
-            field, _ = _compare_with_differences(pair, seed, kind, elements)
-            pair.count_run(field)
-            pair.levels = levels  # the elements have a residue for each prime of these draws
-    except NO_VALUE:
-        return
+            field, _ = draws.compare(elements)
+            draws.count(field)
+
+
+@contextmanager
+def _choosing_inputs(pair: ProgramPair) -> Iterator[None]:
+    """Ends draws without a word where chosen inputs have no meaning."""
+    try:
+        yield
     # It is an UnprovableError too, but one that says something of the programs, and not only of these inputs.
     except UndecidedError:
         raise
-    except UnprovableError:  # as of a loop that does not end for inputs like these
+    except (*NO_VALUE, UnprovableError):  # as of a loop that does not end for inputs like these
         return
     finally:
         pair.coverage.differences = None
 
 
-def _compare_with_differences(
-    pair: ProgramPair, seed: int, kind: str, elements: Sequence[Element]
-) -> tuple[Field, Differences]:
-    """Compares both programs in a draw with these elements: its field, and the differences that were compared."""
-    field = pair.make_field(FEWEST_POINTS, seed, kind=kind, crossed=True, elements=elements)
-    differences = Differences()
-    pair.coverage.differences = differences
-    pair.compare(field)
-    return field, differences
+class _DrawsOfSameInputs:
+    """Draws that have all inputs in common, but for the elements that are put somewhere."""
+
+    def __init__(self, pair: ProgramPair, crossings: Crossings) -> None:
+        self._pair = pair
+        self._kind = crossings.choose_kind()
+        self._seed = pair.seed
+        self._levels = pair.levels
+        pair.seed += 1
+        pair.coverage.asks_for_touches = pair.coverage.has_open_touches()
+
+    def compare(self, elements: Sequence[Element]) -> tuple[Field, Differences]:
+        """Compares both programs: the field of the draw, and the differences that the programs compared."""
+        field = self._make_field(elements)
+        differences = Differences()
+        self._pair.coverage.differences = differences
+        self._pair.compare(field)
+        return field, differences
+
+    def count(self, field: Field) -> None:
+        """Counts a draw whose results were equal."""
+        self._pair.count_run(field)
+        self._pair.levels = self._levels  # the elements have a residue for each prime of these draws
+
+    def run(self, elements: Sequence[Element]) -> Differences:
+        """Runs both programs, and compares no results: the differences that the programs compared."""
+        field = self._make_field(elements)
+        differences = Differences()
+        asks_for_touches = self._pair.coverage.asks_for_touches
+        field.coverage = Coverage(differences=differences, identifies=False, asks_for_touches=asks_for_touches)
+        for side, run in zip((ON_MESH, ALONE), self._pair.sides, strict=True):
+            field.coverage.side = side
+            run(field, None)
+        return differences
+
+    def _make_field(self, elements: Sequence[Element]) -> Field:
+        return self._pair.make_field(FEWEST_POINTS, self._seed, kind=self._kind, crossed=True, elements=elements)
 
 
-def _find_crossing(
-    pair: ProgramPair, field: Field, crossings: Crossings, elements: Sequence[Element], before: Differences
-) -> Element | None:
-    """One more element with a value at which a comparison changes, by a run in which the element is moved."""
-    moved = crossings.move(field, elements)
-    if moved is None:
-        return None
-    after = _find_differences(pair, field, [*elements, moved])
-    return crossings.solve(field, moved, before, after, _find_preferred(pair))
-
-
-def _find_differences(pair: ProgramPair, field: Field, elements: Sequence[Element]) -> Differences:
-    """The differences that both programs compare in the draw of a field, with these elements; nothing is compared."""
-    settings = field.settings
-    field = pair.make_field(FEWEST_POINTS, settings.seed, kind=settings.kind, crossed=True, elements=elements)
-    differences = Differences()
-    field.coverage = Coverage(
-        differences=differences, identifies=False, asks_for_touches=pair.coverage.asks_for_touches
-    )
-    for side, run in zip((ON_MESH, ALONE), pair.sides, strict=True):
-        field.coverage.side = side
-        run(field, None)
-    return differences
-
-
-def _find_preferred(pair: ProgramPair) -> set[DecisionPlace]:
-    """The comparisons that are most likely to tell both sides apart."""
-    keys = [*pair.coverage.list_foreign_keys(), *pair.coverage.find_untied()]
-    preferred = {key.place for key in keys}
-    if pair.coverage.asks_for_touches:
-        preferred |= pair.coverage.touches
-    return preferred
+def _find_preferred(pair: ProgramPair) -> set[tuple[int, int]]:
+    """The sides and equations whose comparisons, roundings or roots are most likely to tell both sides apart."""
+    coverage = pair.coverage
+    keys = [*coverage.list_foreign_keys(), *coverage.find_untied(), *coverage.list_foreign_rounding_keys()]
+    places = {key.place for key in keys}
+    if coverage.asks_for_touches:
+        places |= coverage.touches
+    return {(place.side, place.equation) for place in places}

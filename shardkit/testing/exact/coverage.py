@@ -335,7 +335,11 @@ class Coverage:
 
     def list_foreign_roundings(self) -> list[Decision]:
         """Numbers that only one side rounds."""
-        return [self.roundings[key] for key in _list_foreign(self.roundings)]
+        return [self.roundings[key] for key in self.list_foreign_rounding_keys()]
+
+    def list_foreign_rounding_keys(self) -> list[Key]:
+        """The roundings of numbers that only one side rounds."""
+        return _list_foreign(self.roundings)
 
     # What the sides do with equal numbers
 

@@ -33,11 +33,15 @@ from shardkit.testing.exact.numbers.values import Element, Exact
 # Places that are no comparisons: a divisor, which must not be zero; a rounding, which jumps at an integer; and the root
 # of a square, of which one side alone asks whether it is above zero, or the argument of a root.
 DIVISOR, JUMP, TOUCH = "divisor", "jump", "touch"
+# Of a rounding that is compared with 3 the part is "jump to 3".
+JUMP_TO = "jump to "
 STEPS = 16
 STEP = 1 / STEPS  # an element is moved by this: a power of two, so that real values stay exact
 _LARGEST = 1e6  # the longest distance of an element from where it was
 _ANY = 0.5  # how often any comparison is chosen, although there are preferred ones
-_DIVISORS = 0.25  # how often a divisor is chosen where any comparison may be
+# How often a comparison is chosen where all are candidates, a divisor, and an integer that a rounding is compared with.
+_FAMILIES = ("comparisons", "divisors", "integers")
+_SHARES = (0.6, 0.25, 0.15)
 _NEXT = 0.5  # how often the new value lies between the crossing and the next one
 _APART = 1e-7  # crossings that differ by less than this share may differ by rounding alone
 _EXACTLY = 0.5  # how often a comparison gets equal numbers; else it goes one way or the other
@@ -150,7 +154,7 @@ class Crossings:
         moved: Element,
         before: Differences,
         after: Differences,
-        preferred: Container[DecisionPlace] = (),
+        preferred: Container[tuple[int, int]] = (),
     ) -> Element | None:
         """The moved element with a value at which a comparison changes; None if none depends on it linearly.
 
@@ -159,7 +163,7 @@ class Crossings:
             moved: the element, as it is in the second run.
             before: the differences of the first run.
             after: the differences of the second run, in which the element is larger by a step.
-            preferred: the places of comparisons of which one is chosen half of the time, if there is one.
+            preferred: the sides and equations of which one is chosen half of the time, if there is one.
         """
         crossings_by_round = self._find_crossings(field, moved, before, after)
         if not crossings_by_round:
@@ -183,12 +187,14 @@ class Crossings:
         # The residues stay: results are compared at other numbers, and only the comparison goes another way.
         return moved._replace(real=self.choose_beyond(value, np.array(values)))
 
-    def choose_round(self, candidates: Sequence[Round], preferred: Container[DecisionPlace]) -> Round:
+    def choose_round(
+        self, candidates: Sequence[Round], preferred: Container[tuple[int, int]], share_of_any: float = _ANY
+    ) -> Round:
         """One of the comparisons: often a preferred one, and of these one that was solved for least often."""
-        rounds = [candidate for candidate in candidates if candidate.place in preferred]
-        if not rounds or self.rng.random() < _ANY:
-            is_divisor = self.rng.random() < _DIVISORS
-            rounds = [candidate for candidate in candidates if (candidate.place.part == DIVISOR) == is_divisor]
+        rounds = [candidate for candidate in candidates if candidate.place[:2] in preferred]
+        if not rounds or self.rng.random() < share_of_any:
+            family = self.rng.choice(_FAMILIES, p=_SHARES)
+            rounds = [candidate for candidate in candidates if _find_family(candidate.place.part) == family]
         if not rounds:
             rounds = list(candidates)
         counts = [self.crossed[candidate.place] for candidate in rounds]
@@ -228,6 +234,15 @@ class Crossings:
         if len(distances) and self.rng.random() < _NEXT:
             return crossing + direction * float(distances.min()) * self.rng.uniform(0.1, 0.9)
         return crossing + direction * math.exp(self.rng.normal()) * (0.3 + 0.3 * abs(crossing))
+
+
+def _find_family(part: str) -> str:
+    """Which of the families a place is of, by the part of its equation."""
+    if part == DIVISOR:
+        return "divisors"
+    if part.startswith(JUMP_TO):
+        return "integers"
+    return "comparisons"
 
 
 def find_distances(field: Field, first: Difference, second: Difference) -> tuple[np.ndarray, np.ndarray]:

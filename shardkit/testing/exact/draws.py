@@ -49,6 +49,8 @@ _FEWEST_FLOATS = 512
 _FEWEST_PROPOSED = 8
 # So many elements are put where comparisons change, in draws that share all other inputs.
 _TOGETHER = 4
+# So many rows, or arrays, are put there in draws that share three runs.
+_ROWS_TOGETHER = 6
 
 
 class Effort(NamedTuple):
@@ -365,7 +367,7 @@ def _cross(pair: ProgramPair, effort: Effort) -> None:
     # Where both sides compare otherwise, a difference may need all elements of a row.
     if count and (pair.coverage.list_foreign() or pair.coverage.find_differing_ties()):
         for _ in range(effort.crossed // _TOGETHER):
-            draw_together(pair, crossings, _TOGETHER)
+            draw_together(pair, crossings, _ROWS_TOGETHER)
 
 
 def _count_crossings(pair: ProgramPair, effort: Effort) -> int:

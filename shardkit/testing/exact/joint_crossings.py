@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.testing.exact.crossings import (
+    JUMP,
     STEP,
     STEPS,
     Crossing,
@@ -32,13 +33,13 @@ from shardkit.testing.exact.crossings import (
     find_distances,
     find_residues_of_crossing,
 )
-from shardkit.testing.exact.decision import DecisionPlace
 from shardkit.testing.exact.numbers.field import Field
 from shardkit.testing.exact.numbers.values import Element
 
 _SHARES = 4096  # of a step, by which an element is moved more
 _MOST = 1024  # elements that are put together
-_ONE_INPUT = 0.5  # how often one input moves alone
+_ONE_INPUT = 0.25  # how often one input moves alone
+_ANY = 0.2  # how often any comparison is chosen, although there are preferred ones
 _TOLERANCE = 1e-3  # of a share, for what rounding does to it
 _EXACTLY = 0.5  # how often all are put at the crossing; else some are, and the others on one side of it
 
@@ -116,6 +117,8 @@ class JointCrossings:
         self.alike = alike
         self.crossings_by_round: dict[Round, dict[int, Crossing]] = {}
         for compared_round, first in before.by_round.items():
+            if compared_round.place.part == JUMP:  # of each element to another integer
+                continue
             second = alike.by_round.get(compared_round)
             third = apart.by_round.get(compared_round)
             if second is None or third is None or not first.number.shape == second.number.shape == third.number.shape:
@@ -124,16 +127,16 @@ class JointCrossings:
             if len(crossing_by_element) > 1:
                 self.crossings_by_round[compared_round] = crossing_by_element
 
-    def solve(self, preferred: Container[DecisionPlace]) -> list[Element]:
+    def solve(self, preferred: Container[tuple[int, int]]) -> list[Element]:
         """The elements that put one comparison where it changes, for a row or all of an array; empty if none does.
 
         Args:
-            preferred: the places of comparisons of which one is chosen half of the time, if there is one.
+            preferred: the sides and equations of which one is mostly chosen, if there is one.
         """
         if not self.crossings_by_round:
             return []
         rng = self.chooser.rng
-        compared_round = self.chooser.choose_round(list(self.crossings_by_round), preferred)
+        compared_round = self.chooser.choose_round(list(self.crossings_by_round), preferred, _ANY)
         first = self.before.by_round[compared_round]
         second = self.alike.by_round[compared_round]
         in_part = _choose_part(rng, first.real.shape)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit.testing.exact.crossings import JUMP
+from shardkit.testing.exact.crossings import JUMP_TO
 from shardkit.testing.exact.numbers.arithmetic import negate
 from shardkit.testing.exact.numbers.assembly import where
 from shardkit.testing.exact.numbers.functions import apply_function
@@ -128,7 +128,7 @@ def _round_real(scope: Scope, equation: Any, x: Exact, name: str, function: Call
             for integer in choose_compared_integers(field):
                 jump_to_integer = integer - 0.5 if name == "round" else integer
                 constant = field.lift(np.full(real.shape, jump_to_integer))
-                field.coverage.note_jump(field, equation, x, constant, f"{JUMP} to {integer:g}")
+                field.coverage.note_jump(field, equation, x, constant, f"{JUMP_TO}{integer:g}")
         may_be_beyond = ~is_at_jump & (distance < _ROUNDING * size) & (x.poison == 0)
         field.coverage.note_coincidence(field, equation, line, may_be_beyond)
         field.coverage.note_rounding(field, equation, line, x, integers)
