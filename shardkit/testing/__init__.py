@@ -17,6 +17,7 @@ from shardkit.testing.associative import assert_associative
 from shardkit.testing.certify import certify_gradients
 from shardkit.testing.emulate import emulate
 from shardkit.testing.exact import assert_compiled_equal, assert_equal_for_all_inputs, small
+from shardkit.testing.kernels.assertion import assert_kernel
 from shardkit.testing.laws import LAWS
 from shardkit.testing.one_device import one_device
 from shardkit.testing.prove import assert_same_training, prove
@@ -31,6 +32,7 @@ __all__ = [
     "assert_associative",
     "assert_compiled_equal",
     "assert_equal_for_all_inputs",
+    "assert_kernel",
     "assert_matches_reference",
     "assert_same_training",
     "certify_gradients",

@@ -1,11 +1,11 @@
 """Kernels of remote copies, proved in every order: no race, no deadlock, and what they compute as a plain program.
 
-Start with `orders.py`, which says why a few runs decide all orders. Imports `shardkit._jax`, and of the proof for all
-inputs the arithmetic of known integers.
+Start with `orders.py`, which says why a few runs decide all orders. Imports `shardkit._jax`, and the proof for all
+inputs.
 """
 
 from shardkit.testing.kernels.events import UnknownOrdersError
-from shardkit.testing.kernels.proof import OrdersError, OrdersProof, check_orders
+from shardkit.testing.kernels.proof import OrdersError, check_orders
 from shardkit.testing.kernels.written_out import write_out
 
-__all__ = ["OrdersError", "OrdersProof", "UnknownOrdersError", "check_orders", "write_out"]
+__all__ = ["OrdersError", "UnknownOrdersError", "check_orders", "write_out"]

@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
-from shardkit.testing.kernels.device import KernelProgram, add_call
 from shardkit.testing.kernels.orders import Orders
+from shardkit.testing.kernels.program import KernelProgram
+from shardkit.testing.kernels.rules import add_call
 from shardkit.testing.kernels.verdicts import Mistake, judge
 
 
@@ -73,6 +74,7 @@ def check_orders(
         OrdersError: the mistakes, each with a shortest order that shows it.
         IndexError: an index outside of the kernel's memory, or a device that is not in the mesh.
         UnknownOrdersError: a ValueError; a kernel whose events depend on data or on the order, by its line.
+        ValueError: no `pallas_call` in the function.
 
     Cost: one run of all events for each event that touches memory that others see: seconds for 4 devices and 8 steps.
     """
@@ -80,6 +82,11 @@ def check_orders(
     shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arg) for arg in args]
     program = jax.make_jaxpr(mapped)(*shapes)
     calls = [site.equation for site in walk(program.jaxpr) if site.equation.primitive.name == "pallas_call"]
+    if not calls:
+        raise ValueError(
+            "check_orders: a kernel must call pl.pallas_call; this function does not. Pass the function that calls it, "
+            "or compare a function of lax collectives with assert_equal_for_all_inputs."
+        )
     return prove_calls(calls, dict(compat.abstract_mesh_of(mesh).shape), repeats)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import jax
@@ -17,7 +18,10 @@ from jax import lax
 
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter
-from shardkit.testing.kernels.device import (
+from shardkit.testing.kernels.events import KernelEvent
+from shardkit.testing.kernels.memory import Buffer, BufferView, DevicePlace
+from shardkit.testing.kernels.orders import Orders
+from shardkit.testing.kernels.program import (
     DataOperation,
     DataRow,
     DataStack,
@@ -26,12 +30,9 @@ from shardkit.testing.kernels.device import (
     KernelProgram,
     Leave,
     Put,
-    add_call,
 )
-from shardkit.testing.kernels.events import KernelEvent
-from shardkit.testing.kernels.memory import Buffer, BufferView, DevicePlace
-from shardkit.testing.kernels.orders import Orders
 from shardkit.testing.kernels.proof import prove_calls
+from shardkit.testing.kernels.rules import add_call
 from shardkit.testing.kernels.values import Data
 
 
@@ -48,24 +49,41 @@ def write_out(kernel: Callable[..., Any], *, repeats: int = 2) -> Callable[..., 
         OrdersError: a kernel that goes wrong in some order.
     """
 
+    @wraps(kernel)
     def written(*args: Any) -> Any:
-        with compat.untracked():
-            program, results = jax.make_jaxpr(kernel, return_shape=True)(*args)
-        writer = _Writer(compat.bound_axes(), repeats)
-        leaves = writer.run(program, jax.tree.leaves(args))
+        results, writer = _write(kernel, args)
         if writer.calls:
             prove_calls(writer.calls, writer.axes, repeats)
-        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+        return results
 
     return written
+
+
+def write_out_proved(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a kernel whose orders were proved before."""
+
+    @wraps(kernel)
+    def written(*args: Any) -> Any:
+        results, _ = _write(kernel, args)
+        return results
+
+    return written
+
+
+def _write(kernel: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, _Writer]:
+    """The results of a kernel that is written out, and what has written it."""
+    with compat.untracked():
+        program, results = jax.make_jaxpr(kernel, return_shape=True)(*args)
+    writer = _Writer(compat.bound_axes())
+    leaves = writer.run(program, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(results), leaves), writer
 
 
 class _Writer(JaxprInterpreter[Any]):
     """Runs a program on arrays, with the Pallas calls in it written out."""
 
-    def __init__(self, axes: dict[str, int], repeats: int):
+    def __init__(self, axes: dict[str, int]):
         self.axes = axes
-        self.repeats = repeats
         self.calls: list[Any] = []
 
     def constant(self, x: Any) -> Any:

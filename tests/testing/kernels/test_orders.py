@@ -466,3 +466,23 @@ def test_memory_that_nothing_was_written_to(dtype):
     result = np.asarray(jax.jit(written)(x))
     assert result.dtype == dtype
     assert not (result == 0).any()
+
+
+# proves N62: catches a face that proves the orders alone, or equality alone
+def test_assert_kernel_proves_orders_and_equality():
+    arguments = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x"), "args": (SMALL,)}
+    proof = sk.testing.assert_kernel(tutorial.permute, lambda x: jnp.roll(x, 2, 0), **arguments)
+    assert proof.chance < 1e-15
+    assert "no race and no deadlock in any order" in str(proof)
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        sk.testing.assert_kernel(tutorial.permute, lambda x: jnp.roll(x, -2, 0), **arguments)
+    with pytest.raises(OrdersError, match="not entered"):
+        sk.testing.assert_kernel(
+            partial(tutorial.permute, enter=lambda left, right: None), lambda x: jnp.roll(x, 2, 0), **arguments
+        )
+
+
+# Catches a proof about no kernel at all.
+def test_a_function_without_a_kernel_is_refused():
+    with pytest.raises(ValueError, match=r"a kernel must call pl\.pallas_call"):
+        sk.testing.assert_kernel(lambda x: x, lambda x: x, mesh=MESH, in_specs=P("x"), out_specs=P("x"), args=(SMALL,))

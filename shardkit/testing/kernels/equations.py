@@ -1,0 +1,52 @@
+"""What equations of Pallas say: the names of their arguments, their operands, and whether a kernel has a barrier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from shardkit._jax.jaxprs import walk
+
+
+def list_argument_names(jaxpr: Any) -> list[str]:
+    """The names of a kernel's references, "argument 2" where one has none."""
+    names = getattr(jaxpr.debug_info, "arg_names", None) or ()
+    argument_names = [f"argument {place}" for place in range(len(jaxpr.invars))]
+    for place, name in enumerate(names[: len(argument_names)]):
+        if name:
+            argument_names[place] = str(name)
+    return argument_names
+
+
+def unflatten_operands(tree: Any, operands: list[Any]) -> Any:
+    """The operands of an equation as its tree has them."""
+    if hasattr(tree, "unflatten"):
+        return tree.unflatten(operands)
+    return jax.tree.unflatten(tree, operands)
+
+
+def has_device_barrier(call: Any) -> bool:
+    """Whether Pallas puts a barrier of all devices before a kernel.
+
+    It does so before a kernel that communicates and has no barrier of its own. With a `collective_id` the kernel says
+    that it has one, and with `skip_device_barrier` that it needs none.
+    """
+    params = call.params["compiler_params"]
+    if getattr(params, "collective_id", None) is not None or getattr(params, "skip_device_barrier", False):
+        return False
+    sites = list(walk(call.params["jaxpr"]))
+    if any(site.name == "get_barrier_semaphore" for site in sites):
+        return False
+    return any(_names_device(site.equation) for site in sites)
+
+
+def _names_device(equation: Any) -> bool:
+    """Whether an equation sends a copy or a signal to a device that it names."""
+    if equation.primitive.name == "dma_start":
+        *_, device_id = unflatten_operands(equation.params["tree"], equation.invars)
+        return device_id is not None
+    if equation.primitive.name == "semaphore_signal":
+        *_, device_id, _ = jax.tree.unflatten(equation.params["args_tree"], equation.invars)
+        return device_id is not None
+    return False
