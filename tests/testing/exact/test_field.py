@@ -82,7 +82,7 @@ def test_similar_inputs_differ_by_little_along_some_dims():
 def test_crossings_prefer_comparisons_of_one_side():
     crossings, foreign = Crossings(), DecisionPlace(0, 9, "")
     places = [DecisionPlace(0, number, "") for number in range(10)] + [
-        DecisionPlace(0, number, DIVISOR) for number in range(10)
+        DecisionPlace(0, number, DIVISOR) for number in range(10, 20)
     ]
     for seed in range(40):
         field = Field(Settings(1, seed, kind="any", crossed=True))
@@ -94,7 +94,7 @@ def test_crossings_prefer_comparisons_of_one_side():
         for y, noted in zip((x, draw_input(other, "x", (2, 3))), differences, strict=True):
             for place in places:
                 noted.note(place, field, y, field.lift(np.zeros((1, 1), "f")))
-        crossings.solve(field, moved, *differences, {foreign})
+        crossings.solve(field, moved, *differences, {(foreign.side, foreign.equation)})
     divisors = sum(count for place, count in crossings.crossed.items() if place.part == DIVISOR)
     assert crossings.crossed[foreign] >= 15 and 2 <= divisors <= 12
 
@@ -599,7 +599,8 @@ def test_unknown_numbers_stand_on_every_side_of_constants():
 
 
 def test_facts_have_a_row_each():
-    assert build_facts((2,), -1, TRULY, 2, 3, OUTSIDE).tolist() == [[-1] * 2, [2] * 2, [2] * 2, [3] * 2, [2] * 2]
+    rows = build_facts((2,), -1, TRULY, 2, 3, OUTSIDE, never_zero=1)
+    assert rows.tolist() == [[-1] * 2, [1] * 2, [2] * 2, [2] * 2, [3] * 2, [2] * 2]
     assert (HUGE, TRULY, NOT_A_NUMBER, OUTSIDE) == (1, 2, 1, 2)
 
 

@@ -154,7 +154,7 @@ def factor_positive(field: Field, a: Exact) -> Exact:
         if field.settings.order is None:
             has_no_root = has_no_root | (pivot.real[0] <= 0)
         is_singular = is_singular | has_no_root[..., 0, 0]
-        pivot = where(has_no_root, _make_one(field, pivot), pivot).with_sign(1)
+        pivot = where(has_no_root, _make_one(field, pivot), pivot).as_positive()
         pivots.append(pivot)
         x = _eliminate_column(field, x, k, pivot)
     rows = np.arange(n)[:, None]

@@ -253,6 +253,13 @@ class Exact:
         facts[SIGN] = sign
         return replace(self, facts=facts)
 
+    def as_positive(self) -> Exact:
+        """The same numbers, which are positive for all inputs, and zero for none."""
+        facts = self.facts.copy()
+        facts[SIGN] = 1
+        facts[NEVER_ZERO] = 1
+        return replace(self, facts=facts)
+
     def as_unknown(self, degree: Degree) -> Exact:
         """The same numbers, as some of an unknown sign, which may be zero: of constants that stand for inputs."""
         facts = self.facts.copy()
