@@ -18,7 +18,7 @@ from shardkit.cost.rooflines import roofline
 from shardkit.cost.transformer import mfu, transformer_flops
 from shardkit.cost.transformer import transformer_parameters as transformer_parameters
 from shardkit.cost.volumes import context_volume, expert_volume, tensor_volume
-from shardkit.cost.zero import zero_breakdown, zero_memory, zero_volume
+from shardkit.cost.zero import zero_memory, zero_volume
 
 __all__ = [
     "Chip",
@@ -42,7 +42,6 @@ __all__ = [
     "tensor_volume",
     "transformer_flops",
     "wire",
-    "zero_breakdown",
     "zero_memory",
     "zero_volume",
 ]

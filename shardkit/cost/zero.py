@@ -45,18 +45,14 @@ def zero_breakdown(
     """Bytes of parameters, gradients and optimizer state per device: each whole, or 1/ways of it.
 
     Args:
-        parameters: number of parameters.
-        ways: number of devices holding parts of the state.
-        stage: 0, 1, 2 or 3.
-        parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
-        gradient_bytes: bytes per parameter of the gradients.
-        optimizer_bytes: bytes per parameter of the optimizer (Adam: float32 master copy and two moments, 12).
+        parameters, ways, stage, parameter_bytes, gradient_bytes, optimizer_bytes: as for `zero_memory`.
 
     Raises:
-        ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
+        ValueError: as for `zero_memory`.
 
     Example:
-        >>> sk.cost.zero_breakdown(1e9, 8, stage=1)
+        >>> from shardkit.cost.zero import zero_breakdown
+        >>> zero_breakdown(1e9, 8, stage=1)
         ZeroMemory(parameters=2000000000.0, gradients=2000000000.0, optimizer=1500000000.0)
 
     Source: ZeRO, section 5 and figure 1.
@@ -96,16 +92,21 @@ def zero_memory(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> float:
-    """Bytes of parameters, gradients and optimizer state per device: the sum of `zero_breakdown`.
+    """Bytes of parameters, gradients and optimizer state per device, together.
 
     (2 + 2 + 12) P at stage 0; 4 P + 12 P/n at 1; 2 P + 14 P/n at 2; 16 P/n at 3, for P parameters over n ways.
     For activations see `activation_memory`.
 
     Args:
-        parameters, ways, stage, parameter_bytes, gradient_bytes, optimizer_bytes: as for `zero_breakdown`.
+        parameters: number of parameters.
+        ways: number of devices holding parts of the state.
+        stage: 0, 1, 2 or 3.
+        parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
+        gradient_bytes: bytes per parameter of the gradients.
+        optimizer_bytes: bytes per parameter of the optimizer (Adam: float32 master copy and two moments, 12).
 
     Raises:
-        ValueError: as for `zero_breakdown`.
+        ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
 
     Example:
         >>> [sk.cost.zero_memory(1e9, 8, stage) / 1e9 for stage in range(4)]
@@ -145,7 +146,7 @@ def zero_volume(
     microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
 
     Args:
-        parameters, ways, stage: as for `zero_breakdown`.
+        parameters, ways, stage: as for `zero_memory`.
         accumulate: microbatches k per step.
         layerwise: stage 3 gathers each layer when the loss uses it; False: the whole tree once per step.
         regather: stage 3, layer by layer: gathers again for the backward; False: saves the gathered layers.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardkit as sk
 from shardkit import cost
+from shardkit.cost.zero import zero_breakdown
 
 pytestmark = pytest.mark.check
 
@@ -47,7 +48,7 @@ def test_zero_figure_1_and_its_parts():
     assert found == [120.0, 31.4, 16.6, 1.9]
     assert "arXiv:1910.02054" in sys.modules[cost.zero_memory.__module__].__doc__
     assert all("Rajbhandari" in inspect.getdoc(plan) for plan in (sk.zero1, sk.zero2, sk.fsdp))
-    parts = cost.zero_breakdown(1000, 4, 2, parameter_bytes=4, gradient_bytes=8, optimizer_bytes=16)
+    parts = zero_breakdown(1000, 4, 2, parameter_bytes=4, gradient_bytes=8, optimizer_bytes=16)
     assert parts == (4000, 2000, 4000) and parts.total == 10_000 and parts.gradients == 2000
     assert cost.zero_memory(1000, 4, 2, parameter_bytes=4, gradient_bytes=8, optimizer_bytes=16) == 10_000
 

@@ -44,7 +44,7 @@ _TOLERANCE = 1e-3  # of a share, for what rounding does to it
 _EXACTLY = 0.5  # how often all are put at the crossing; else some are, and the others on one side of it
 
 
-class Moved(NamedTuple):
+class MovedElements(NamedTuple):
     """Elements of inputs, moved in two ways.
 
     Attributes:
@@ -58,7 +58,7 @@ class Moved(NamedTuple):
     shares: np.ndarray
 
 
-def move_all(crossings: Crossings, field: Field) -> Moved | None:
+def move_all(crossings: Crossings, field: Field) -> MovedElements | None:
     """All elements of one input of a run, or of all inputs, moved; None if there are none, or too many.
 
     Where all inputs move, it is known at once which element of which input each comparison depends on; `x < y` then
@@ -86,7 +86,7 @@ def move_all(crossings: Crossings, field: Field) -> Moved | None:
             alike.append(Element(name, place, number, real + STEP))
             number = (numbers[:, place] + smallest_step * np.uint64(multiple)) % moduli
             apart.append(Element(name, place, number, real + STEP * multiple / _SHARES))
-    return Moved(alike, apart, shares)
+    return MovedElements(alike, apart, shares)
 
 
 class JointCrossings:
@@ -105,7 +105,7 @@ class JointCrossings:
         self,
         crossings: Crossings,
         field: Field,
-        moved: Moved,
+        moved: MovedElements,
         before: Differences,
         alike: Differences,
         apart: Differences,
@@ -157,7 +157,7 @@ class JointCrossings:
 
 
 def _find_crossings(
-    field: Field, moved: Moved, first: Difference, second: Difference, third: Difference
+    field: Field, moved: MovedElements, first: Difference, second: Difference, third: Difference
 ) -> dict[int, Crossing]:
     """By the index of a moved element, where a difference is zero that depends on this element alone."""
     # What depends on one element alone changes in the third run by that element's multiple of the change in the second.

@@ -4,8 +4,7 @@ Start with `orders.py`, which says why a few runs decide all orders. Imports `sh
 inputs.
 """
 
-from shardkit.testing.kernels.events import UnknownOrdersError
 from shardkit.testing.kernels.proof import OrdersError, check_orders
 from shardkit.testing.kernels.written_out import write_out
 
-__all__ = ["OrdersError", "UnknownOrdersError", "check_orders", "write_out"]
+__all__ = ["OrdersError", "check_orders", "write_out"]

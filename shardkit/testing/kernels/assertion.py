@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._arguments.checks import at_least, mesh_in_context
 from shardkit._arguments.typed import Specs, typed
+from shardkit.testing._kernels import check_args, check_axes_of_specs
+from shardkit.testing.exact.arguments import check_floats, describe_array
 from shardkit.testing.exact.certificate import Equality
 from shardkit.testing.exact.equality import assert_equal_for_all_inputs
 from shardkit.testing.kernels.proof import check_orders
@@ -27,6 +30,7 @@ def assert_kernel(
     repeats: int = 2,
     grad: bool = False,
     points: int = 3,
+    check_vma: bool = False,
 ) -> Equality:
     """Proves a Pallas kernel of remote copies equal to a plain function, in every order and for all inputs.
 
@@ -44,6 +48,7 @@ def assert_kernel(
         repeats: how often the function is called in a row. A barrier semaphore is the same one in each call.
         grad: compare gradients too, of a kernel with a derivative of its own.
         points: as for `assert_equal_for_all_inputs`.
+        check_vma: as for `jax.shard_map`; few kernels state over which axes they vary.
 
     Returns:
         Equality: the statement, the chance of a wrong verdict, and the assumptions; print it.
@@ -82,7 +87,19 @@ def assert_kernel(
     where = "assert_kernel"
     mesh = mesh_in_context(where, mesh)
     at_least(where, 1, repeats=repeats)
-    orders = check_orders(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, args=args, repeats=repeats)
+    check_axes_of_specs(where, mesh, in_specs, out_specs)
+    check_args(where, mesh, in_specs, args, symbolic=True)
+    shapes = jax.tree.map(describe_array, tuple(args))
+    check_floats(where, shapes)
+    orders = check_orders(
+        kernel,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        args=args,
+        repeats=repeats,
+        check_vma=check_vma,
+    )
     proof = assert_equal_for_all_inputs(
         write_out_proved(kernel),
         reference,
@@ -92,6 +109,6 @@ def assert_kernel(
         args=args,
         grad=grad,
         points=points,
-        check_vma=False,
+        check_vma=check_vma,
     )
     return proof._replace(what=f"{proof.what}; {orders}")

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import walk
+from shardkit.testing._kernels import wrap_kernel
 from shardkit.testing.kernels.orders import Orders
 from shardkit.testing.kernels.program import KernelProgram
 from shardkit.testing.kernels.rules import add_call
@@ -78,7 +79,8 @@ def check_orders(
 
     Cost: one run of all events for each event that touches memory that others see: seconds for 4 devices and 8 steps.
     """
-    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    explained = wrap_kernel("check_orders", kernel, mesh, out_specs, check_vma)
+    mapped = jax.shard_map(explained, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arg) for arg in args]
     program = jax.make_jaxpr(mapped)(*shapes)
     calls = [site.equation for site in walk(program.jaxpr) if site.equation.primitive.name == "pallas_call"]

@@ -15,8 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.testing.kernels import OrdersError, UnknownOrdersError, check_orders, write_out
-from shardkit.testing.kernels.events import KernelEvent, Semaphore, Wait
+from shardkit.testing.kernels import OrdersError, check_orders, write_out
+from shardkit.testing.kernels.events import KernelEvent, Semaphore, UnknownOrdersError, Wait
 from shardkit.testing.kernels.memory import Buffer
 from shardkit.testing.kernels.orders import Orders
 from testing.kernels import tutorial
