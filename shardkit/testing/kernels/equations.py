@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from shardkit._jax.jaxprs import walk
+from shardkit._jax.jaxprs import Site, source_line, walk
+from shardkit.testing.kernels.events import UnknownOrdersError
 
 
 def list_argument_names(jaxpr: Any) -> list[str]:
@@ -35,10 +36,38 @@ def has_device_barrier(call: Any) -> bool:
     params = call.params["compiler_params"]
     if getattr(params, "collective_id", None) is not None or getattr(params, "skip_device_barrier", False):
         return False
-    sites = list(walk(call.params["jaxpr"]))
-    if any(site.name == "get_barrier_semaphore" for site in sites):
+    if any(site.name == "get_barrier_semaphore" for site in walk(call.params["jaxpr"])):
         return False
-    return any(_names_device(site.equation) for site in sites)
+    return communicates(call)
+
+
+def communicates(call: Any) -> bool:
+    """Whether a kernel sends copies or signals to devices that it names."""
+    return any(_names_device(site.equation) for site in walk(call.params["jaxpr"]))
+
+
+def list_calls(program: Any) -> list[Any]:
+    """The equations of `pallas_call` in a program, each once, also where a scan runs it in each round.
+
+    Raises:
+        UnknownOrdersError: a kernel that communicates in a branch or a while loop: some devices may not call it.
+    """
+    calls = []
+    for site in walk(program):
+        if site.name != "pallas_call":
+            continue
+        is_conditional = site.times is None
+        holder: Site | None = site
+        while holder is not None:
+            is_conditional = is_conditional or bool(holder.branch)
+            holder = holder.outer
+        if is_conditional and communicates(site.equation):
+            raise UnknownOrdersError(
+                f"{source_line(site.equation)}: the orders of a kernel in a branch or a while loop are not known, "
+                "because some devices may not call it. Call it outside, and choose among its results with jnp.where."
+            )
+        calls.append(site.equation)
+    return calls
 
 
 def _names_device(equation: Any) -> bool:

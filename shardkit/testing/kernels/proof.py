@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import walk
 from shardkit.testing._kernels import wrap_kernel
+from shardkit.testing.kernels.equations import list_calls
 from shardkit.testing.kernels.orders import Orders
 from shardkit.testing.kernels.program import KernelProgram
 from shardkit.testing.kernels.rules import add_call
@@ -83,7 +83,7 @@ def check_orders(
     mapped = jax.shard_map(explained, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arg) for arg in args]
     program = jax.make_jaxpr(mapped)(*shapes)
-    calls = [site.equation for site in walk(program.jaxpr) if site.equation.primitive.name == "pallas_call"]
+    calls = list_calls(program.jaxpr)
     if not calls:
         raise ValueError(
             "check_orders: a kernel must call pl.pallas_call; this function does not. Pass the function that calls it, "

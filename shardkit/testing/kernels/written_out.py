@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from shardkit._jax import compat
-from shardkit._jax.interpreter import JaxprInterpreter
+from shardkit._jax.interpreter import JaxprInterpreter, scan_operands
+from shardkit.testing.kernels.equations import list_calls
 from shardkit.testing.kernels.events import KernelEvent
 from shardkit.testing.kernels.memory import Buffer, BufferView, DevicePlace
 from shardkit.testing.kernels.orders import Orders
@@ -51,10 +52,11 @@ def write_out(kernel: Callable[..., Any], *, repeats: int = 2) -> Callable[..., 
 
     @wraps(kernel)
     def written(*args: Any) -> Any:
-        results, writer = _write(kernel, args)
-        if writer.calls:
-            prove_calls(writer.calls, writer.axes, repeats)
-        return results
+        program, structure = _trace(kernel, args)
+        calls = list_calls(program.jaxpr)
+        if calls:
+            prove_calls(calls, compat.bound_axes(), repeats)
+        return _write(program, structure, args)
 
     return written
 
@@ -64,19 +66,23 @@ def write_out_proved(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(kernel)
     def written(*args: Any) -> Any:
-        results, _ = _write(kernel, args)
-        return results
+        program, structure = _trace(kernel, args)
+        return _write(program, structure, args)
 
     return written
 
 
-def _write(kernel: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, _Writer]:
-    """The results of a kernel that is written out, and what has written it."""
+def _trace(kernel: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """The program of a kernel, and the structure of its results."""
     with compat.untracked():
         program, results = jax.make_jaxpr(kernel, return_shape=True)(*args)
-    writer = _Writer(compat.bound_axes())
-    leaves = writer.run(program, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(results), leaves), writer
+    return program, jax.tree.structure(results)
+
+
+def _write(program: Any, structure: Any, args: Sequence[Any]) -> Any:
+    """The results of a program with its Pallas calls written out."""
+    leaves = _Writer(compat.bound_axes()).run(program, jax.tree.leaves(args))
+    return jax.tree.unflatten(structure, leaves)
 
 
 class _Writer(JaxprInterpreter[Any]):
@@ -84,7 +90,6 @@ class _Writer(JaxprInterpreter[Any]):
 
     def __init__(self, axes: dict[str, int]):
         self.axes = axes
-        self.calls: list[Any] = []
 
     def constant(self, x: Any) -> Any:
         return x
@@ -92,10 +97,22 @@ class _Writer(JaxprInterpreter[Any]):
     def literal(self, atom: Any) -> Any:
         return atom.val
 
+    def scan(self, equation: Any, body: Any, operands: list[Any]) -> Sequence[Any]:
+        if not list_calls(body):
+            return self.equation(equation, operands)
+        consts, carry, arrays = scan_operands(equation, operands)
+
+        def run_body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = self.run(body, [*consts, *carry, *rows])
+            return results[: len(carry)], results[len(carry) :]
+
+        length = equation.params["length"]
+        carry, stacks = lax.scan(run_body, carry, arrays, length, equation.params["reverse"])
+        return [*carry, *stacks]
+
     def equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         if equation.primitive.name != "pallas_call":
             return compat.bind(equation, operands)
-        self.calls.append(equation)
         program = KernelProgram(self.axes)
         add_call(program, equation, 0)
         names = tuple(self.axes)

@@ -486,3 +486,25 @@ def test_assert_kernel_proves_orders_and_equality():
 def test_a_function_without_a_kernel_is_refused():
     with pytest.raises(ValueError, match=r"a kernel must call pl\.pallas_call"):
         sk.testing.assert_kernel(lambda x: x, lambda x: x, mesh=MESH, in_specs=P("x"), out_specs=P("x"), args=(SMALL,))
+
+
+def permute_in_rounds(x):
+    return lax.scan(lambda y, _: (tutorial.permute(y), y.sum()), x, None, length=3)[0]
+
+
+# Alone catches a kernel in a loop that is proved once and not written out, which no proof for all inputs can read.
+def test_a_kernel_in_a_scan_is_written_out_in_each_round():
+    arguments = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x"), "args": (SMALL,)}
+    proof = sk.testing.assert_kernel(permute_in_rounds, lambda x: jnp.roll(x, 6, 0), **arguments)
+    assert proof.chance < 1e-15
+    with pytest.raises(AssertionError, match="is not the reference's for all inputs"):
+        sk.testing.assert_kernel(permute_in_rounds, lambda x: jnp.roll(x, 4, 0), **arguments)
+
+
+# Alone catches a proof that all devices call a kernel which a device may not call: the others would wait for it.
+def test_a_kernel_in_a_branch_is_refused():
+    def permute_on_even_devices(x):
+        return lax.cond(lax.axis_index("x") % 2 == 0, tutorial.permute, lambda y: y, x)
+
+    with pytest.raises(UnknownOrdersError, match="because some devices may not call it"):
+        check_orders(permute_on_even_devices, mesh=MESH, in_specs=P("x"), out_specs=P("x"), args=(SMALL,))
