@@ -70,7 +70,7 @@ class Coverage:
         choices: which elements were chosen, as the largest of a row.
         roundings: what is rounded to integers, as `hashes`.
         coincidences: by line, what asked whether numbers are equal that are so in float64 alone.
-        touches: the places of even powers and roots, which touch zero and do not cross it.
+        touches: the places of even powers, which touch zero and do not cross it.
         asks_for_touches: whether what is zero there is among the differences of the run.
     """
 
@@ -160,7 +160,7 @@ class Coverage:
             self.differences.note(DecisionPlace(self.side, id(equation), DIVISOR), field, x, zero)
 
     def note_touch(self, field: Field, equation: Any, x: Exact) -> None:
-        """Notes the x of x**2 or sqrt(x), which are above zero but where x is zero.
+        """Notes the x of x**2, which is above zero but where x is zero.
 
         Worked example: `(x - 0.5)**2 > 0` is true in every draw, and no crossing shows: a square touches zero and does
         not cross it. Its root x - 0.5 is linear in x, and an x of 0.5 is found as for any comparison.

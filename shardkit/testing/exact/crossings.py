@@ -31,7 +31,7 @@ from shardkit.testing.exact.numbers.logarithms import to_number
 from shardkit.testing.exact.numbers.values import Element, Exact
 
 # Places that are no comparisons: a divisor, which must not be zero; a rounding, which jumps at an integer; and the root
-# of a square, of which one side alone asks whether it is above zero, or the argument of a root.
+# of a square, of which one side alone asks whether it is above zero.
 DIVISOR, JUMP, TOUCH = "divisor", "jump", "touch"
 # Of a rounding that is compared with 3 the part is "jump to 3".
 JUMP_TO = "jump to "

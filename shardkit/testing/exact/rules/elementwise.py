@@ -129,7 +129,6 @@ def _find_common_value(x: Operand) -> Any:
 
 def root(scope: Scope, equation: Any, x: Exact) -> Exact:
     """sqrt and rsqrt: inverses of each other."""
-    scope.note_touch(equation, x)
     result = square_root(scope.field, x)
     if equation.primitive.name == "sqrt":
         return result

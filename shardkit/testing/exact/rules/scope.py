@@ -110,7 +110,7 @@ class Scope:
             self.field.coverage.note_divisor(self.field, equation, x)
 
     def note_touch(self, equation: Any, x: Exact) -> None:
-        """Notes the argument of an even power or a root, of which a comparison may ask whether it is above zero."""
+        """Notes the base of an even power, of which a comparison may ask whether it is above zero."""
         if self.field.coverage is not None:
             self.field.coverage.note_touch(self.field, equation, x)
 
