@@ -24,7 +24,7 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from the rooms of its floor and of lower floors, and no rooms form a circle.
 FLOORS = [
-    ["_arguments", "_jax", "schedules", "cost"],
+    ["_arguments", "_jax", "schedules", "cost", "remote_copies"],
     ["meshes", "collectives"],
     ["plans", "on_device", "remat", "layers", "pipelines", "strategies", "optimizers"],
     ["analysis/jaxpr", "analysis/rules", "steps", "resharding", "models"],

@@ -222,9 +222,9 @@ def lint(
     second time as another process would. If you pass a traced program (`jax.jit(fn).trace(...)`), it cannot compare it
     with another process. `RULES` lists the rules; `lint` applies the rules on a trace.
 
-    It does not find mistakes that only run-time values show, nor those in Pallas kernels, in the compiler's own
-    collectives and in mutable references (`jax.new_ref`). If a draw is the same in every iteration, jax moves it out
-    of a scan under differentiation. So if one key may serve all layers, lint the loss too.
+    It does not find mistakes that only run-time values show, nor those in Pallas kernels but for the orders of remote
+    copies, in the compiler's own collectives and in mutable references (`jax.new_ref`). If a draw is the same in every
+    iteration, jax moves it out of a scan under differentiation. So if one key may serve all layers, lint the loss too.
 
     Args:
         fn: any function jax can trace, such as a step or a loss; or the result of its `.trace`, without arguments.

@@ -24,6 +24,7 @@ from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, wa
 from shardkit._jax.primitives import SUMS, VIEWS, registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.foreign import Claim, find_claim, sites_around
+from shardkit.analysis.jaxpr.kernels import count_copies
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
@@ -212,7 +213,9 @@ def _table_line(rows: list[CensusRow]) -> tuple[str, str, str, str, str, str, st
 def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
     """Traces one call of `fn` and counts every collective in it, with its bytes.
 
-    It covers jit, shard_map, scan (times its length), while, cond (every branch), custom derivatives and remat.
+    It covers jit, shard_map, scan (times its length), while, cond (every branch), custom derivatives and remat. The
+    remote copies of a Pallas kernel are a ppermute along the axes on which they go, of the bytes that a device sends on
+    average.
 
     Args:
         fn: any function that jax can trace, such as a step or a loss; or the result of its `.trace`, without arguments.
@@ -224,8 +227,8 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
 
     Raises:
         ValueError: something that may send bytes which the census cannot count: an unknown primitive over mesh axes, a
-            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects.
-            Wrap it in `sends` to say what it sends.
+            Pallas kernel whose remote copies depend on data, a foreign call (`jax.ffi`) with side effects. Wrap it in
+            `sends` to say what it sends.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
@@ -240,8 +243,12 @@ def census_of(jaxpr: Any) -> Census:
     """The census of a program that is traced already."""
     of_gradients = _find_collectives_of_gradients(jaxpr)
     rows = []
+    counted: set[int] = set()  # kernels of remote copies, by identity
     for site in walk(jaxpr):
         claim = find_claim(site)
+        copies = None
+        if claim is None:
+            copies = count_copies(site)
         if kind_of(site.equation) is not None:
             if not mesh_axes(site.equation):  # vmap leaves sums over none
                 continue
@@ -250,8 +257,11 @@ def census_of(jaxpr: Any) -> Census:
             rows.append(replace(row, update=id(site.equation) in of_gradients and not row.backward))
         elif claim is not None:
             rows.append(_row_of_foreign(site, claim))
+        elif copies is not None:
+            counted.add(id(site.equation))
+            rows += [_row_of_foreign(site, copy) for copy in copies]
         elif _is_unknown(site):
-            _refuse_uncounted(site)
+            _refuse_uncounted(site, counted)
     return Census(tuple(rows))
 
 
@@ -265,11 +275,12 @@ def _is_unknown(site: Site) -> bool:
     return bool(site.sizes)
 
 
-def _refuse_uncounted(site: Site) -> None:
-    """Refuses a primitive inside a shard_map that may send what the program does not show."""
+def _refuse_uncounted(site: Site, counted: set[int]) -> None:
+    """Refuses a primitive inside a shard_map that may send what neither the program shows nor a kernel counts."""
     if compat.reaches_others(site.equation):
         for holder in sites_around(site):
-            if find_claim(holder) is not None:  # all that this kernel sends is stated
+            # All that this kernel sends is stated, or was counted.
+            if find_claim(holder) is not None or id(holder.equation) in counted:
                 return
         raise ValueError(
             f"census: every collective must be in the program; the primitive {site.name!r} at {site.source} may send "

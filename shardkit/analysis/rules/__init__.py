@@ -4,13 +4,15 @@ Read `_TRACED` first, and `_ROWS` of `compiled_rules`: what you miss may be half
 `TracedProgram` that yields findings, in a file of its name or of a family that shares a helper, and a row here.
 
 Start with `rule.py`, the rule itself, then `program.py`, its argument; `replicated.py` is the shortest rule.
-Imports `analysis/jaxpr`. Rules on a compiled program are in `analysis/compiled_rules/`.
+Imports `analysis/jaxpr`, and for kernels `remote_copies`. Rules on a compiled program are in
+`analysis/compiled_rules/`.
 """
 
 from shardkit.analysis.rules.divergence import divergence
 from shardkit.analysis.rules.draws import draws
 from shardkit.analysis.rules.fitting import fitting
 from shardkit.analysis.rules.inner_gradients import inner_gradients
+from shardkit.analysis.rules.kernel_orders import kernel_orders
 from shardkit.analysis.rules.one_piece import one_piece
 from shardkit.analysis.rules.outputs import outputs
 from shardkit.analysis.rules.permutations import permutations
@@ -40,6 +42,7 @@ _TRACED = (
     ("all-reduce-then-slice", "an all_reduce although each device keeps one piece", one_piece),
     ("unread-message", "a collective on whose result no result of the program depends", unread),
     ("unawaited-start", "a collective that is started, and not awaited where it must be", unawaited),
+    ("kernel-order", "a Pallas kernel of remote copies that races or waits for ever", kernel_orders),
     ("large-replicated", "a large array that every device holds whole", replicated),
     ("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
     ("tensor-parallel-that-fits", "tensor parallelism for weights that fit one device", fitting),

@@ -18,11 +18,11 @@ from jax import lax
 
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands
-from shardkit.testing.kernels.equations import list_calls
-from shardkit.testing.kernels.events import KernelEvent
-from shardkit.testing.kernels.memory import Buffer, BufferView, DevicePlace
-from shardkit.testing.kernels.orders import Orders
-from shardkit.testing.kernels.program import (
+from shardkit.remote_copies.equations import list_calls
+from shardkit.remote_copies.events import KernelEvent
+from shardkit.remote_copies.memory import Buffer, BufferView, DevicePlace
+from shardkit.remote_copies.orders import Orders
+from shardkit.remote_copies.program import (
     DataOperation,
     DataRow,
     DataStack,
@@ -32,9 +32,9 @@ from shardkit.testing.kernels.program import (
     Leave,
     Put,
 )
-from shardkit.testing.kernels.proof import prove_calls
-from shardkit.testing.kernels.rules import add_call
-from shardkit.testing.kernels.values import Data
+from shardkit.remote_copies.proof import prove_calls
+from shardkit.remote_copies.rules import add_call
+from shardkit.remote_copies.values import Data
 
 
 def write_out(kernel: Callable[..., Any], *, repeats: int = 2) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from shardkit.analysis import census, collective, expects
 from shardkit.analysis.hlo.differences import changes
 from shardkit.cost import wire
 from support.refusals import raises, refused, value_error
+from testing.kernels import tutorial
 
 pytestmark = pytest.mark.check
 
@@ -458,6 +459,8 @@ def copying(to_another, said=None):
     def kernel(source, target, *semaphores):
         if to_another:
             device = ((lax.axis_index("x") + 1) % 2,)
+            if to_another == "by data":
+                device = (source[0, 0].astype(int),)
             copy = pltpu.make_async_remote_copy(source, target, *semaphores, device_id=device)
         else:
             copy = pltpu.make_async_copy(source, target, semaphores[0])
@@ -475,18 +478,37 @@ def copying(to_another, said=None):
     return jax.shard_map(called, mesh=sk.abstract_mesh(x=2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
 
 
-def test_a_kernel_that_sends_by_itself_is_refused():
-    """Its copies were counted as nothing."""
+def test_the_copies_of_a_kernel_are_counted():
+    """They were counted as nothing, and then refused unless the writer said what they send."""
     x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
     assert census(copying(to_another=False), x).rows == ()
-    line = copying.__code__.co_firstlineno + 9
+    [row] = census(copying(to_another=True), x).rows
+    assert (row.kind, row.primitive, row.axes, row.n, row.count) == ("ppermute", "pallas_call", ("x",), 2, 1)
+    assert row.sent == 8 * 128 * 4
+
+
+def gather_in_a_ring(x):
+    return lax.scan(lambda x, _: (tutorial.ring_gather(x)[0], None), x, None, length=3)[0]
+
+
+# proves N57: the copies of a ring in a scan are those of the closed form.
+def test_the_copies_of_a_ring_are_counted():
+    mesh = sk.abstract_mesh(x=4)
+    mapped = jax.shard_map(gather_in_a_ring, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    [row] = census(mapped, jax.ShapeDtypeStruct((32, 128), jnp.float32)).rows
+    assert (row.axes, row.n, row.count, row.sent) == (("x",), 4, 3, 3 * 8 * 128 * 4)
+
+
+def test_a_kernel_whose_copies_depend_on_data_is_refused():
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    line = copying.__code__.co_firstlineno + 11
     with value_error(
         f"census: every collective must be in the program; the primitive 'dma_start' at test_census.py:{line} "
         "(copying.<locals>.kernel) may send to other devices by itself. To say what it sends, call it inside `with "
         "sk.analysis.sends(kind, axis, sent):`."
     ):
-        census(copying(to_another=True), x)
-    [row] = census(copying(to_another=True, said=4096), x).rows
+        census(copying(to_another="by data"), x)
+    [row] = census(copying(to_another="by data", said=4096), x).rows
     assert (row.kind, row.primitive, row.axes, row.n, row.sent) == ("ppermute", "pallas_call", ("x",), 2, 4096)
 
 

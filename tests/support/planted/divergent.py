@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -764,4 +766,38 @@ WRONG = [
     Planted("another constant", "process-dependent-program", _seeded(True), _seeded(False)),
 ]
 
-PLANTED = DIVERGENT + WRONG
+
+def _send_right(x_ref: Any, result_ref: Any, sent: Any, received: Any, *, waits: bool) -> None:
+    """Copies a block to the next device, and leaves before the block of the other one has come, or not."""
+    right = (lax.axis_index("x") + 1) % 2
+    copy = pltpu.make_async_remote_copy(x_ref, result_ref, sent, received, device_id=(right,))
+    copy.start()
+    copy.wait_send()
+    if waits:
+        copy.wait_recv()
+
+
+def _copied(waits: bool) -> Callable[[Any], Any]:
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        partial(_send_right, waits=waits),
+        jax.ShapeDtypeStruct((32, 64), jnp.float32),
+        in_specs=[anywhere],
+        out_specs=anywhere,
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+    )
+    mesh = sk.abstract_mesh(x=2)
+    return jax.shard_map(lambda x: call(x), mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+
+
+KERNELS = [
+    Planted(
+        "a remote copy that nobody awaits",
+        "kernel-order",
+        _copied(waits=False),
+        _copied(waits=True),
+        (X,),
+        {"ignore": ("check-vma-off",)},
+    )
+]
+PLANTED = DIVERGENT + WRONG + KERNELS

@@ -15,10 +15,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit.remote_copies.events import KernelEvent, Semaphore, UnknownOrdersError, Wait
+from shardkit.remote_copies.memory import Buffer
+from shardkit.remote_copies.orders import Orders
 from shardkit.testing.kernels import OrdersError, check_orders, write_out
-from shardkit.testing.kernels.events import KernelEvent, Semaphore, UnknownOrdersError, Wait
-from shardkit.testing.kernels.memory import Buffer
-from shardkit.testing.kernels.orders import Orders
 from testing.kernels import tutorial
 
 MESH = sk.abstract_mesh(x=4)

@@ -10,11 +10,11 @@ import numpy as np
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import source_line
-from shardkit.testing.kernels.equations import list_argument_names, unflatten_operands
-from shardkit.testing.kernels.events import Copy, KernelEvent
-from shardkit.testing.kernels.memory import READ, WRITE, Buffer, DevicePlace, whole
-from shardkit.testing.kernels.program import Enter, Get, KernelProgram, Leave, Put
-from shardkit.testing.kernels.reader import KernelReader, Rule, count
+from shardkit.remote_copies.equations import list_argument_names, unflatten_operands
+from shardkit.remote_copies.events import Copy, KernelEvent
+from shardkit.remote_copies.memory import READ, WRITE, Buffer, DevicePlace, whole
+from shardkit.remote_copies.program import Enter, Get, KernelProgram, Leave, Put
+from shardkit.remote_copies.reader import KernelReader, Rule, count
 
 
 def add_call(program: KernelProgram, equation: Any, call: int) -> None:

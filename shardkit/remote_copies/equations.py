@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from shardkit._jax import compat
 from shardkit._jax.jaxprs import Site, source_line, walk
-from shardkit.testing.kernels.events import UnknownOrdersError
+from shardkit.remote_copies.events import UnknownOrdersError
 
 
 def list_argument_names(jaxpr: Any) -> list[str]:
@@ -43,7 +44,7 @@ def has_device_barrier(call: Any) -> bool:
 
 def communicates(call: Any) -> bool:
     """Whether a kernel sends copies or signals to devices that it names."""
-    return any(_names_device(site.equation) for site in walk(call.params["jaxpr"]))
+    return any(compat.reaches_others(site.equation) for site in walk(call.params["jaxpr"]))
 
 
 def list_calls(program: Any) -> list[Any]:
@@ -68,14 +69,3 @@ def list_calls(program: Any) -> list[Any]:
             )
         calls.append(site.equation)
     return calls
-
-
-def _names_device(equation: Any) -> bool:
-    """Whether an equation sends a copy or a signal to a device that it names."""
-    if equation.primitive.name == "dma_start":
-        *_, device_id = unflatten_operands(equation.params["tree"], equation.invars)
-        return device_id is not None
-    if equation.primitive.name == "semaphore_signal":
-        *_, device_id, _ = jax.tree.unflatten(equation.params["args_tree"], equation.invars)
-        return device_id is not None
-    return False

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardkit.testing.kernels.events import ENGINES, KernelEvent, Semaphore
+from shardkit.remote_copies.events import ENGINES, KernelEvent, Semaphore
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardkit.testing.kernels.memory import Access, Buffer, BufferView, DevicePlace
+from shardkit.remote_copies.memory import Access, Buffer, BufferView, DevicePlace
 
 ENGINES = ("load", "sent", "arrive")  # the roles of events of an engine; all others are of a core
 

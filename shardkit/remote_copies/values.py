@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit.testing.exact.rules.known import ELEMENTWISE
+from shardkit._jax.known_arithmetic import ELEMENTWISE
 
 
 class Data(NamedTuple):

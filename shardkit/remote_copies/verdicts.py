@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from shardkit.testing.kernels.events import ENGINES, KernelEvent, Semaphore
-from shardkit.testing.kernels.memory import READ, WRITE, Access, DevicePlace, conflict
-from shardkit.testing.kernels.orders import OrderRun, Orders
+from shardkit.remote_copies.events import ENGINES, KernelEvent, Semaphore
+from shardkit.remote_copies.memory import READ, WRITE, Access, DevicePlace, conflict
+from shardkit.remote_copies.orders import OrderRun, Orders
 
 
 @dataclass(frozen=True)

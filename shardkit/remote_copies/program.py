@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit.testing.kernels.events import KernelEvent
-from shardkit.testing.kernels.memory import Buffer, BufferView
-from shardkit.testing.kernels.values import Data
+from shardkit.remote_copies.events import KernelEvent
+from shardkit.remote_copies.memory import Buffer, BufferView
+from shardkit.remote_copies.values import Data
 
 
 class DataOperation(NamedTuple):

@@ -15,11 +15,11 @@ import numpy as np
 from shardkit._jax import compat
 from shardkit._jax.interpreter import JaxprInterpreter, scan_operands, while_operands
 from shardkit._jax.jaxprs import source_line
-from shardkit.testing.kernels.equations import has_device_barrier, list_argument_names
-from shardkit.testing.kernels.events import KernelEvent, Semaphore, UnknownOrdersError, Wait
-from shardkit.testing.kernels.memory import COUNT, WRITE, Access, Buffer, BufferView, DevicePlace, whole
-from shardkit.testing.kernels.program import DataOperation, DataRow, DataStack, Enter, KernelProgram, Leave
-from shardkit.testing.kernels.values import Data, compute_integers, computes_integers, is_known
+from shardkit.remote_copies.equations import has_device_barrier, list_argument_names
+from shardkit.remote_copies.events import KernelEvent, Semaphore, UnknownOrdersError, Wait
+from shardkit.remote_copies.memory import COUNT, WRITE, Access, Buffer, BufferView, DevicePlace, whole
+from shardkit.remote_copies.program import DataOperation, DataRow, DataStack, Enter, KernelProgram, Leave
+from shardkit.remote_copies.values import Data, compute_integers, computes_integers, is_known
 
 # What an equation of Pallas is as events: from the reader, the equation and its operands to its results.
 Rule = Callable[[Any, Any, list[Any]], list[Any]]
