@@ -33,9 +33,9 @@ class Claim(NamedTuple):
 def sends(kind: str, axis: Axis, sent: int) -> Any:
     """Tells the census how many bytes each foreign call (`jax.ffi`) or Pallas kernel in a block sends.
 
-    The census reads the remote copies of a Pallas kernel. It refuses a foreign call, and a kernel whose copies depend on
-    data: these have no collective in the program. In this block each gets a row with the bytes that you pass. Nobody
-    checks them.
+    The census reads the remote copies of a Pallas kernel. It refuses a foreign call, and a kernel whose copies depend
+    on data: these have no collective in the program. In this block each gets a row with the bytes that you pass.
+    Nobody checks them.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".

@@ -149,7 +149,9 @@ def _list_program(step: TracedStep) -> list[_Line]:
 
 def _list_lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[_Line]:
     """Every constant and equation of a program, the inner ones after the equation that holds them."""
-    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+    # The program of a `run_scoped` holds no constants: what it closes over are operands of its equation.
+    closed_over = jaxpr.constvars[: len(constants)]
+    for variable, constant in zip(closed_over, constants, strict=True):
         # A constant that no equation reads may differ.
         user = _find_user(jaxpr, variable)
         if user is not None:

@@ -24,6 +24,7 @@ from support.planted import divergent
 from support.planted.divergent import BOTH, DIVERGENT, MESH, PLANTED, X, on
 from support.refusals import value_error
 from support.tables import indented
+from testing.kernels import tutorial
 
 pytestmark = pytest.mark.check
 PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chosen.<locals>.<lambda>)"
@@ -533,3 +534,10 @@ def test_one_mask_for_what_a_ring_has_gathered_is_right():
     assert masked(lambda x: x) == ["repeated-draw"]
     assert masked(jnp.cos) == ["repeated-draw"]  # of the same draws
     assert masked(lambda x: sk.ring.all_gather(x, "model")) == []
+
+
+@pytest.mark.parametrize("kernel", [tutorial.permute, tutorial.ring_sum, tutorial.ring_scatter])
+def test_kernels_of_remote_copies_are_read(kernel):
+    """Alone catches rules that fail at a `run_scoped`, whose program gets what it closes over as operands."""
+    mapped = jax.shard_map(kernel, mesh=sk.abstract_mesh(x=4), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    assert {finding.rule for finding in lint(mapped, jax.ShapeDtypeStruct((64, 2), jnp.float32))} == {"check-vma-off"}
