@@ -40,7 +40,6 @@ from shardkit.testing.exact.decision import (
     list_logs_of_constants,
     subtract_at_points,
 )
-from shardkit.testing.exact.numbers.arithmetic import power
 from shardkit.testing.exact.numbers.field import COINCIDING, NARROW, Field
 from shardkit.testing.exact.numbers.hashing import mix
 from shardkit.testing.exact.numbers.logarithms import to_number
@@ -118,9 +117,9 @@ class Coverage:
             if self.identifies:
                 is_strict = (x.never_zero != 0) | (y.never_zero != 0)  # exp(x) > 0, but not x**2 > 0
                 decision.is_forced_by_signs = known_signs & ~is_constant & ~is_strict
-                squares = _find_squares(field, x, y)
-                if squares is not None:
-                    difference = subtract_at_points(field, *squares)
+                argument = _find_argument_of_root(field, x, y)
+                if argument is not None:
+                    difference = subtract_at_points(field, argument, y)
                 self._identify(field, decision, name, x, y, difference)
         if field.planted:
             decision.was_tied = are_finite & find_equal(field, x, y)
@@ -428,20 +427,14 @@ class Coverage:
         return np.concatenate(same), np.concatenate(other)
 
 
-def _find_squares(field: Field, x: Exact, y: Exact) -> tuple[Exact, Exact] | None:
-    """The n and 4 of `sqrt(n) > 2`, which asks what `n > 4` asks; None of other comparisons.
+def _find_argument_of_root(field: Field, x: Exact, y: Exact) -> Exact | None:
+    """The n of `sqrt(n) > 0`, which asks what `n > 0` asks; None of other comparisons.
 
-    Both sides are not negative, so that their squares are in the same order.
+    Not of `sqrt(n) > 3`: if the other side has a product of two roots, which is no root here, they would not be alike.
     """
-    if not field.laws.roots.squares:
+    if not field.laws.roots.squares or not field.is_zero(y).all():
         return None
-    for root, constant in ((x, y), (y, x)):
-        if constant.degree.total or constant.special or not (constant.sign == 1).all():
-            continue
-        squares = find_squares(field, to_number(field, root))
-        if squares is not None:
-            return squares, power(field, constant, 2)
-    return None
+    return find_squares(field, to_number(field, x))
 
 
 def _merge_decisions(decisions: dict[Key, Decision], others: dict[Key, Decision]) -> None:

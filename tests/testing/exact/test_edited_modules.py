@@ -23,8 +23,8 @@ QUICK = [
     Edit("ring", "a wrong trip count", 0),  # whose values stand at other lines than the loop
 ]
 COUNT = 100
-# Of the edits that change results, so many are named by their line at least: 82 of 100 are as the default tier compiles,
-# and 78 as users compile. 0.9 is the aim.
+# Of the edits that change results, so many are named by their line at least: 82 of 100 are as the default tier
+# compiles, and 78 as users compile. 0.9 is the aim.
 NAMED = 0.75
 
 
