@@ -17,7 +17,8 @@ class Mistake:
     Attributes:
         kind: "deadlock", "race", "not awaited", "not entered", "read early" or "not zero".
         text: what goes wrong, with lines and devices.
-        order: the events of a shortest order after which it does, as text; empty if it does in every order.
+        order: the events of an order after which it does, none of which can be left out, as text; empty if it does in
+            every order.
     """
 
     kind: str

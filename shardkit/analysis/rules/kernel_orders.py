@@ -35,7 +35,7 @@ def kernel_orders(program: TracedProgram) -> Iterator[Finding]:
                     "kernel-order",
                     f"{mistake.kind}: {mistake.text}.",
                     site.source,
-                    "See the order that shows it in the message of sk.testing.assert_kernel.",
+                    "Add the wait or the barrier that orders them; sk.testing.assert_kernel shows an order that fails.",
                 )
         except (UnknownOrdersError, IndexError):
             continue

@@ -185,7 +185,7 @@ class Crossings:
         for crossings in crossings_by_round.values():
             values += [crossing.value for crossing in crossings]
         # The residues stay: results are compared at other numbers, and only the comparison goes another way.
-        return moved._replace(real=self.choose_beyond(value, np.array(values)))
+        return moved._replace(real=self._choose_beyond(value, np.array(values)))
 
     def choose_round(
         self, candidates: Sequence[Round], preferred: Container[tuple[int, int]], share_of_any: float = _ANY
@@ -225,7 +225,7 @@ class Crossings:
             crossings_by_round[compared_round] = list(crossings)
         return crossings_by_round
 
-    def choose_beyond(self, crossing: float, crossings: np.ndarray) -> float:
+    def _choose_beyond(self, crossing: float, crossings: np.ndarray) -> float:
         """A value on one side of a crossing: between it and the next one, or farther away."""
         direction = float(self.rng.choice([-1.0, 1.0]))
         distances = (crossings - crossing) * direction

@@ -45,7 +45,7 @@ def check_orders(
         OrdersProof: what was proved; print it.
 
     Raises:
-        OrdersError: the mistakes, each with a shortest order that shows it.
+        OrdersError: the mistakes, each with an order that shows it, from which no event can be left out.
         IndexError: an index outside of the kernel's memory, or a device that is not in the mesh.
         UnknownOrdersError: a ValueError; a kernel whose events depend on data or on the order, by its line.
         ValueError: no `pallas_call` in the function.
@@ -101,7 +101,7 @@ def assert_kernel(
         Equality: the statement, the chance of a wrong verdict, and the assumptions; print it.
 
     Raises:
-        AssertionError: `shardkit.testing.kernels.OrdersError`, with a shortest order for each mistake; or a difference,
+        AssertionError: `shardkit.testing.kernels.OrdersError`, with an order that shows each mistake; or a difference,
             as of `assert_equal_for_all_inputs`.
         IndexError: an index outside of the kernel's memory, or a device that is not in the mesh.
         ValueError: a kernel whose events depend on data, by its line; no `pallas_call`; or no verdict about equality.
